@@ -17,11 +17,11 @@ from transformers.models.mixtral import modeling_mixtral
 import evenpipe.model.copies as copies_file
 import evenpipe.model.stage as stage_file
 from evenpipe.errors import InputError
-from evenpipe.experts.adopt import split_once
+from evenpipe.experts.adopt import split_backwards
 from evenpipe.model import RouterLoss, comparison, describe, self_check
 from evenpipe.model.comparison import contains_cast
 from evenpipe.model.fp64 import InFp64
-from evenpipe.model.small_model import kinds_of_layers, small_model
+from evenpipe.model.small_copy import SmallCopies, kinds_of_layers
 from evenpipe.model.structure import layers_of
 
 
@@ -159,7 +159,7 @@ class Crossing(transformers.LlamaForCausalLM):
 
 
 def forget_half_of_W(module: nn.Module):
-    compute = split_once(module)
+    compute = split_backwards(module)
 
     def half() -> None:
         compute()
@@ -173,7 +173,7 @@ def forget_half_of_W(module: nn.Module):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
 def test_a_backward_that_is_split_is_compared_too(name) -> None:
     description = describe(tiny_config(name))
-    self_check(description, split_once)
+    self_check(description, split_backwards)
     with pytest.raises(InputError, match=r"cut in three, its backward split, differs from the whole in the gradient"):
         self_check(description, forget_half_of_W)
 
@@ -270,7 +270,7 @@ LAYER_KINDS = [
 def test_a_small_copy_has_a_layer_of_every_kind(sample) -> None:
     for name, settings, kept in sample(LAYER_KINDS, 2):
         description = describe(transformers.AutoConfig.for_model(name, num_hidden_layers=12, **settings))
-        small, *_ = small_model(description)
+        small = SmallCopies.of(description).plain.description
         kinds, of_small = (
             kinds_of_layers(layers_of(whole.skeleton, whole.structure.layers_name)) for whole in (description, small)
         )
@@ -285,7 +285,7 @@ def test_a_small_copy_has_a_layer_of_every_kind(sample) -> None:
 def test_a_model_of_two_layers_is_checked_with_four() -> None:
     config = transformers.Gemma3TextConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     description = describe(config)
-    small, *_ = small_model(description)
+    small = SmallCopies.of(description).plain.description
     assert small.config.layer_types == ["sliding_attention", "full_attention"] * 2
     self_check(description)
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, DbrxConfig, LlamaConfig, MixtralC
 from evenpipe.errors import InputError
 from evenpipe.model import describe
 from evenpipe.model.placement import TensorPlacement
-from evenpipe.model.small_model import small_model
-from evenpipe.tensor import check, layers, summed
+from evenpipe.model.small_copy import SmallCopies
+from evenpipe.tensor import check, layers, summed, units
 from evenpipe.tensor.check import cut_of_model
 from evenpipe.tensor.exchange import OwnRows, Scatter
 from evenpipe.tensor.layers import ModelCut, find_model_cut, whole_parts
@@ -64,12 +64,12 @@ def test_sizes_of_a_large_model() -> None:
         "pad_token_id": 0,
     }
     config = Phi3Config(**sizes)
-    cut = find_model_cut(small_model(describe(config))[0])
+    cut = find_model_cut(SmallCopies.of(describe(config)).plain.description)
     packed = placements(cut, config, 3, 8)["self_attn.qkv_proj.weight"]
     assert packed is not None
     assert packed.ranges(0) == [range(3072, 4096), range(8192 + 384, 8192 + 512), range(9216 + 384, 9216 + 512)]
     config = LlamaConfig(**sizes)
-    cut = find_model_cut(small_model(describe(config))[0], repeats=True)
+    cut = find_model_cut(SmallCopies.of(describe(config)).plain.description, repeats=True)
     shares = {}
     for rank in (4, 5):
         found = placements(cut, config, rank, 16)
@@ -79,7 +79,7 @@ def test_sizes_of_a_large_model() -> None:
     assert shares[4]["self_attn.q_proj.weight"] == [range(2048, 2560)]
     assert shares[4]["self_attn.k_proj.weight"] == shares[5]["self_attn.k_proj.weight"] == [range(256, 384)]
     config = MixtralConfig(**sizes)  # all ranks have some columns of each expert
-    experts = placements(find_model_cut(small_model(describe(config))[0]), config, 3, 8)
+    experts = placements(find_model_cut(SmallCopies.of(describe(config)).plain.description), config, 3, 8)
     gate_up, down = (experts[f"mlp.experts.{name}_proj"] for name in ("gate_up", "down"))
     assert gate_up is not None and down is not None
     assert gate_up.ranges(1) == [range(10752, 14336), range(28672 + 10752, 28672 + 14336)]
@@ -96,6 +96,26 @@ def test_ranks_that_cannot_share_heads_or_columns() -> None:
     ):
         with pytest.raises(InputError, match=sentence):
             cut_of_model(describe(config), ranks)
+
+
+class UnbatchedGradient(torch.autograd.Function):
+    """Looks at numbers in its backward, so that several gradients cannot be computed at once."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        return 2 * hidden
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (2 if gradient.sum().item() else 0)
+
+
+def test_gradients_of_several_outputs_at_once() -> None:
+    hidden, unused = torch.arange(6.0, requires_grad=True), torch.ones(2, requires_grad=True)
+    seeds = torch.diag(torch.arange(6.0))
+    for output in (hidden * 2, UnbatchedGradient.apply(hidden)):
+        of_hidden, of_unused = units._gradients(output, [hidden, unused], seeds)
+        assert of_hidden is not None and torch.equal(of_hidden, 2 * seeds) and of_unused is None
 
 
 # --- every mistake is refused, not trained ---------------------------------------------------------------------------

@@ -9,11 +9,12 @@ apart must be what the copy computes for each of them alone.
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,19 +22,22 @@ from torch import Tensor
 from evenpipe.attention.function import adopt
 from evenpipe.attention.sight import Alone, Exchange, Keys, Mask, Sight, documents_of, seeing
 from evenpipe.errors import InputError
-from evenpipe.model.comparison import PARTLY_FP32, TOLERANCE, contains_cast, one_thread
+from evenpipe.model.comparison import contains_cast, relative_error, tolerance
+from evenpipe.model.copies import copied
 from evenpipe.model.description import Description
-from evenpipe.model.rules import undisturbed
-from evenpipe.model.small_model import small_model
+from evenpipe.model.small_copy import SmallCopies
 from evenpipe.model.structure import first_line
 
 BATCH, ROW = 2, 24
-CHUNKS = (0, 5, 10, 16, ROW)
+SLICES = (7, 9, 8)
+CHUNKS = (5, 5, 6, 8)
 """Of two processes: the first and the last, and the others. Some rotary tables change after `FEW_TOKENS` = 16."""
 RESTARTS = ((14,), (10, 22))
 """Places of the later documents of packed rows; none is longer than `FEW_TOKENS`."""
 PADDED = 2
 """Tokens of padding: fewer than a window, beyond which some families make NaN in fp64."""
+PLAIN = "plain modules do not say where they attend to other tokens, expected"
+"""Begins the sentence that refuses them; what is accepted follows."""
 
 
 def check_pieces(description: Description, option: str, *, slices: bool, apart: bool = False) -> None:
@@ -48,13 +52,15 @@ def check_pieces(description: Description, option: str, *, slices: bool, apart: 
         InputError: one sentence: the pieces would compute something else, or do not run.
     """
     refuse = f"{description.architecture} cannot be trained with {option}:"
-    with _small_copy(description, refuse, f"{option}: {PLAIN} 1", "pieces of sequences") as (small, dtype):
-        rows = list(_rows(small))
-        expected = [_alone(small, row) if apart else _logits(small, row) for row in rows]
-        tolerance = _tolerance(dtype, expected[0])
-        _adopt(small, description)
-        for row, whole in zip(rows, expected, strict=True):
-            _check_row(small, row, whole.detach(), tolerance, [_whole(), *_pieces(slices)], apart=apart)
+    with _whole_rows(description, refuse, f"{option}: {PLAIN} 1", "pieces of sequences") as whole:
+        for row in whole.rows:
+            whole.logits(row, apart=apart)
+        _refuse_dropout(description)
+        for row in whole.rows:
+            recorded = whole.keys(row, apart=apart)
+            for queries, keys in _pieces(slices):
+                exchange = Others(recorded, queries, len(keys))
+                whole.compare("a piece of a sequence", row, queries, keys, exchange, apart=apart)
 
 
 def looks_across_documents(description: Description) -> bool:
@@ -67,26 +73,19 @@ def looks_across_documents(description: Description) -> bool:
     what = 'documents = "separate", only with "joined" (data.documents of a configuration)'
     refuse = f"{description.architecture} cannot be trained with {what}:"
     plain = f'documents: {PLAIN} "joined"'
-    with _small_copy(description, refuse, plain, "rows of several documents") as (small, dtype):
-        row = next(row for row in _rows(small) if documents_of(row.positions) is not None)
-        alone = _alone(small, row)
-        tolerance, alone = _tolerance(dtype, alone), alone.detach()
-        if _error(_logits(small, row).detach(), alone, None) <= tolerance:
+    with _whole_rows(description, refuse, plain, "rows of several documents") as whole:
+        row = next(row for row in whole.rows if row.documents is not None)
+        error = relative_error(whole.logits(row, apart=False), whole.logits(row, apart=True))
+        if error <= whole.tolerance:
             return False
-        _adopt(small, description)
-        _check_row(small, row, alone, tolerance, [_whole()], apart=True)
+        _refuse_dropout(description)
+        whole.keys(row, apart=True)
         return True
 
 
-PLAIN = "plain modules do not say where they attend to other tokens, expected"
-"""Begins the sentence that refuses them; what is accepted follows."""
-
-
 @contextmanager
-def _small_copy(
-    description: Description, refuse: str, plain: str, runs_on: str
-) -> Iterator[tuple[Description, torch.dtype]]:
-    """Make a small copy that takes position ids, and its dtype.
+def _whole_rows(description: Description, refuse: str, plain: str, runs_on: str) -> Iterator[_WholeRows]:
+    """Provide a small copy that takes position ids, on whole rows.
 
     Args:
         refuse: what the sentence of any error inside begins with.
@@ -95,12 +94,13 @@ def _small_copy(
     """
     if description.config is None:
         raise InputError(f"{plain} with them.")
-    with undisturbed(), one_thread():
-        small, dtype, _ = small_model(description)
+    copy = SmallCopies.of(description).plain
+    small = copy.description
+    with copy.computing():
         try:
             if small.positions_of(torch.zeros(1, 2, dtype=torch.int64)) is not None or not small.takes("position_ids"):
                 raise InputError("it numbers positions in a way of its own, or takes none.")
-            yield small, dtype
+            yield copy.once(_WholeRows, partial(_WholeRows, small, copy.dtype))
         except InputError as error:
             raise InputError(f"{refuse} {error}") from None
         except Exception as error:  # families raise many types when a mask is no tensor, or lengths differ
@@ -112,11 +112,10 @@ def _small_copy(
             raise InputError(f"{refuse} a small copy of it does not run on {runs_on} ({told}).") from error
 
 
-def _adopt(small: Description, description: Description) -> None:
-    """Make a small copy call evenpipe's attention. Raises InputError for dropout, which the copy does not have."""
+def _refuse_dropout(description: Description) -> None:
+    """Raise InputError for dropout, which the small copy does not have."""
     for name, share in attention_dropout(description):
         raise InputError(f"its attention drops weights ({name} is {share:g} in the model's config, expected 0).")
-    adopt(small.model)
 
 
 def attention_dropout(description: Description) -> list[tuple[str, float]]:
@@ -126,31 +125,16 @@ def attention_dropout(description: Description) -> list[tuple[str, float]]:
     return [(name, one) for name, one in values if re.search("att.*drop", name) and isinstance(one, float) and one]
 
 
-def _tolerance(dtype: torch.dtype, logits: Tensor) -> float:
-    return max(TOLERANCE[dtype], PARTLY_FP32 if contains_cast(logits) else 0.0)
-
-
-_Piece = tuple[Tensor, Tensor]
-"""Places of queries and of keys."""
-
-
-def _whole() -> _Piece:
-    return torch.arange(ROW), torch.arange(ROW)
-
-
-def _pieces(slices: bool) -> list[_Piece]:
-    every = torch.arange(ROW)
-    if slices:
-        return [(every[start:end], every[:end]) for start, end in ((0, 7), (7, 16), (16, ROW))]
-    first, second, third, fourth = (every[start:end] for start, end in itertools.pairwise(CHUNKS))
-    return [(torch.cat([first, fourth]), every), (torch.cat([second, third]), every)]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class _Row:
     tokens: Tensor
     positions: Tensor
     mask: Tensor | None = None
+
+    @cached_property
+    def documents(self) -> Tensor | None:
+        """As `documents_of`; with padding there is one."""
+        return documents_of(self.positions) if self.mask is None else None
 
 
 def _rows(small: Description) -> Iterator[_Row]:
@@ -170,61 +154,87 @@ def _rows(small: Description) -> Iterator[_Row]:
         yield _Row(tokens, places, mask)
 
 
-def _logits(small: Description, row: _Row, places: Tensor | slice = slice(None), *, masked: bool = True) -> Tensor:
-    given = {"attention_mask": row.mask} if masked and row.mask is not None else {}
-    logits: Tensor = small.model(
-        input_ids=row.tokens[:, places],
-        position_ids=row.positions[:, places],
-        use_cache=False,
-        return_dict=True,
-        **given,
-    ).logits
-    return logits
+def _pieces(slices: bool) -> list[tuple[Tensor, Tensor]]:
+    """Return the places of the queries and of the keys of each piece."""
+    every = torch.arange(ROW)
+    if slices:
+        return [(queries, every[: queries[-1] + 1]) for queries in every.split(SLICES)]
+    first, second, third, fourth = every.split(CHUNKS)
+    return [(torch.cat([first, fourth]), every), (torch.cat([second, third]), every)]
 
 
-def _alone(small: Description, row: _Row) -> Tensor:
-    """Return the logits of rows whose documents run one by one."""
-    documents = documents_of(row.positions)
-    if documents is None or row.mask is not None:
-        return _logits(small, row)
-    found = []
-    for tokens, positions, numbers in zip(row.tokens, row.positions, documents, strict=True):
-        _, lengths = numbers.unique_consecutive(return_counts=True)
-        parts = zip(tokens.split(lengths.tolist()), positions.split(lengths.tolist()), strict=True)
-        found.append(torch.cat([_logits(small, _Row(one[None], ids[None])) for one, ids in parts], 1))
-    return torch.cat(found)
+class _WholeRows:
+    """What a small copy computes on whole rows, each result computed once."""
 
+    def __init__(self, small: Description, dtype: torch.dtype) -> None:
+        self.rows = list(_rows(small))
+        parameters = {id(parameter): parameter for parameter in small.model.parameters()}
+        # Copied, since long rows change rotary tables.
+        self._theirs, self._ours = (copied(small.model, dict(parameters)) for _ in range(2))
+        adopt(self._ours)
+        self._dtype = dtype
+        self._logits: dict[tuple[_Row, bool], Tensor] = {}
+        self._keys: dict[tuple[_Row, bool], Recorded] = {}
 
-def _check_row(
-    small: Description, row: _Row, whole: Tensor, tolerance: float, pieces: Sequence[_Piece], *, apart: bool
-) -> None:
-    """Compare pieces of rows, the first of which is whole, with `whole`, the logits [batch, row, vocabulary]."""
-    recorded = Recorded()
-    for queries, keys in pieces:
-        exchange = recorded if len(queries) == ROW else Others(recorded, queries, len(keys))
-        sight = _sight(row, queries, keys, exchange, apart=apart)
+    @cached_property
+    def tolerance(self) -> float:
+        """The largest relative error of correct logits."""
+        return tolerance(self._dtype, rounds=contains_cast(_logits(self._theirs, self.rows[0])))
+
+    def logits(self, row: _Row, *, apart: bool) -> Tensor:
+        """Return the logits [batch, row, vocabulary] of the family's own attention, with `apart` those of documents
+        that run one by one."""
+        one_by_one = apart and row.documents is not None
+        if (row, one_by_one) not in self._logits:
+            with torch.no_grad():
+                self._logits[row, one_by_one] = (_logits_alone if one_by_one else _logits)(self._theirs, row)
+        return self._logits[row, one_by_one]
+
+    def keys(self, row: _Row, *, apart: bool) -> Recorded:
+        """Return the keys and values of every layer. Raises InputError if evenpipe's attention computes something
+        else."""
+        if (row, apart) not in self._keys:
+            every, recorded = torch.arange(ROW), Recorded()
+            what = "a document beside others" if apart and row.documents is not None else "its attention"
+            self.compare(what, row, every, every, recorded, apart=apart)
+            self._keys[row, apart] = recorded
+        return self._keys[row, apart]
+
+    def compare(self, what: str, row: _Row, queries: Tensor, keys: Tensor, exchange: Exchange, *, apart: bool) -> None:
+        """Raise InputError if evenpipe's attention of some tokens computes something else."""
+        valid = None if row.mask is None else row.mask.bool()
+        sight = Sight(queries, keys, exchange, ROW, row.positions, row.documents, valid, apart=apart)
+        piece = _Row(row.tokens[:, queries], row.positions[:, queries])
         with torch.no_grad(), seeing(sight):
-            found = _logits(small, row, queries, masked=False)
-        error = _error(found, whole[:, queries], row.mask if row.mask is None else row.mask[:, queries])
-        if not error <= tolerance:
-            whole_rows = "a document beside others" if apart and sight.documents is not None else "its attention"
-            what = whole_rows if len(queries) == ROW else "a piece of a sequence"
+            found = _logits(self._ours, piece)
+        expected = self.logits(row, apart=apart)[:, queries]
+        if valid is not None:
+            found, expected = found[valid[:, queries]], expected[valid[:, queries]]
+        error = relative_error(found, expected)
+        if not error <= self.tolerance:
             raise InputError(
                 f"{what} computes something else in a small copy (relative error {error:.1e}); tokens depend on others"
                 " by more than attention, or positions are not those that it is given."
             )
 
 
-def _sight(row: _Row, queries: Tensor, keys: Tensor, exchange: Exchange, *, apart: bool) -> Sight:
-    packed = documents_of(row.positions) if row.mask is None else None
-    valid = None if row.mask is None else row.mask.bool()
-    return Sight(queries, keys, exchange, ROW, positions=row.positions, documents=packed, valid=valid, apart=apart)
+def _logits(model: Any, row: _Row) -> Tensor:
+    given = {} if row.mask is None else {"attention_mask": row.mask}
+    logits: Tensor = model(
+        input_ids=row.tokens, position_ids=row.positions, use_cache=False, return_dict=True, **given
+    ).logits
+    return logits
 
 
-def _error(found: Tensor, expected: Tensor, mask: Tensor | None) -> float:
-    if mask is not None:
-        found, expected = found[mask.bool()], expected[mask.bool()]
-    return float((found - expected).norm() / expected.norm())
+def _logits_alone(model: Any, row: _Row) -> Tensor:
+    """Return the logits of rows whose documents run one by one."""
+    assert row.documents is not None
+    logits = []
+    for tokens, positions, documents in zip(row.tokens, row.positions, row.documents, strict=True):
+        lengths = documents.unique_consecutive(return_counts=True)[1].tolist()
+        parts = zip(tokens.split(lengths), positions.split(lengths), strict=True)
+        logits.append(torch.cat([_logits(model, _Row(ids[None], places[None])) for ids, places in parts], 1))
+    return torch.cat(logits)
 
 
 @dataclass(slots=True)

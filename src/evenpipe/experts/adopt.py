@@ -107,8 +107,8 @@ def placements(
     return found
 
 
-def split_once(module: nn.Module) -> Callable[[], None]:
-    """Split the next backward of a module, for the self-check: the returned function then runs its W."""
+def split_backwards(module: nn.Module) -> Callable[[], None]:
+    """Split the backwards of a module, for the self-check: the returned function runs the W of the last one."""
     queue = WeightGradients()
     for transform in (OwnExperts(queue), SplitBackward(queue)):
         transform.apply(module, {})
@@ -118,6 +118,7 @@ def split_once(module: nn.Module) -> Callable[[], None]:
     def weight_gradients() -> None:
         queue.under_way = None
         queue.compute(key)
+        queue.begin(key)
 
     return weight_gradients
 

@@ -217,8 +217,9 @@ def share(
     """
     products: dict[nn.Module, _Layer] = {}
     rank, casts = _Rank(layout.rows), _Casts() if layout.casts else None
-    for layer in map(stage.get_submodule, names):
-        for name, block in {} if cut is None else cut.blocks_of(layer).items():
+    for of_layer in names:
+        layer, index = stage.get_submodule(of_layer), int(of_layer.rpartition(".")[2])
+        for name, block in {} if cut is None else cut.blocks_of(index).items():
             module = layer.get_submodule(name)
             if block.cut is None:
                 raise InputError(

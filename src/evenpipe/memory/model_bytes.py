@@ -11,10 +11,10 @@ from evenpipe.costs.hardware import Hardware
 from evenpipe.errors import InputError
 from evenpipe.experts.overlap import ExpertOptions
 from evenpipe.model import Description, RowWork
-from evenpipe.model.small_model import SmallModel
+from evenpipe.model.small_copy import SmallCopies
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.schedule import Kind, Program
-from evenpipe.tensor.check import copy_to_cut, cut_of_model
+from evenpipe.tensor.check import cut_of_model
 from evenpipe.tensor.layers import ModelCut
 from evenpipe.vocabulary import LossOptions
 
@@ -38,6 +38,8 @@ class ModelBytes:
     def __init__(self, description: Description) -> None:
         self.description = description
         self.parameters = Parameters(description)
+        self.small_copies = SmallCopies.of(description)
+        """Kept for the checks of many layouts."""
         self._programs: dict[tuple[object, ...], tuple[Program, Planned]] = {}
         self._tracers: dict[Tracing, StageTracer] = {}
         self._cuts: dict[int, ModelCut | str] = {}
@@ -52,11 +54,6 @@ class ModelBytes:
         """How the work of its layers grows along a row."""
         return RowWork.of(self.description)
 
-    @cached_property
-    def small_copy(self) -> SmallModel:
-        """The small copy on which cuts over tensor ranks are found. Raises InputError if there is none."""
-        return copy_to_cut(self.description)
-
     def cut(self, settings: Settings) -> ModelCut | None:
         """Return how layers are cut over tensor ranks; None for one, and in frameworks with other cuts.
 
@@ -70,7 +67,7 @@ class ModelBytes:
             return None
         if ranks not in self._cuts:
             try:
-                self._cuts[ranks] = cut_of_model(self.description, ranks, self.small_copy, check=False)
+                self._cuts[ranks] = cut_of_model(self.description, ranks, check=False)
             except InputError as error:
                 self._cuts[ranks] = str(error)
         found = self._cuts[ranks]

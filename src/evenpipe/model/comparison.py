@@ -1,21 +1,22 @@
-"""Checks that the cut model has the loss and every gradient of the whole one before an architecture is trained.
+"""Compares small copies of a model that are computed in parts with the whole ones, before an architecture is trained.
 
-transformers runs a small copy of the model (`small_model`) whole, and this package runs it in three pieces, with the
-same random weights and tokens. Checking the loss is not enough: Granite cut at `inputs_embeds` is off by 7e-4 in the
-loss and by 0.9 in the gradients.
+transformers runs a small copy (`small_copy.py`) whole, and this package runs it as a pipeline does, with the same
+random weights and tokens. Checking the loss is not enough: Granite cut at `inputs_embeds` is off by 7e-4 in the loss
+and by 0.9 in the gradients.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -24,9 +25,8 @@ from evenpipe.model.description import Description
 from evenpipe.model.graph import graph_nodes, run_backward
 from evenpipe.model.interface import takes
 from evenpipe.model.loading import copy_parameters
-from evenpipe.model.rules import undisturbed
-from evenpipe.model.small_model import small_model
-from evenpipe.model.stage import ModuleStage, Stage, build_stage
+from evenpipe.model.small_copy import SmallCopies, SmallCopy
+from evenpipe.model.stage import Stage, build_stage
 from evenpipe.model.structure import first_line
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -37,13 +37,18 @@ SILENT_SECONDS = 3.0
 SEED = 0
 """Of what layers draw: they skip the same ones in pieces."""
 
-Gradients = dict[str, torch.Tensor | None]
-
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Token ids, labels and a mask, each [BATCH, SEQUENCE]."""
+Gradients = dict[str, Tensor | None]
 
 Split = Callable[[nn.Module], Callable[[], None]]
-"""Splits the next backward of a module; returns a function that computes the weight gradients after the backward."""
+"""Splits the backwards of a module; what it returns computes the weight gradients of the last one."""
+
+
+class Batch(NamedTuple):
+    """Token ids, labels and a mask, each [BATCH, SEQUENCE]."""
+
+    tokens: Tensor
+    labels: Tensor
+    mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,121 +79,143 @@ def self_check(
     """
     if description.config is None:
         return
-    with undisturbed(), torch.enable_grad(), one_thread(), _sign_of_life(description, say):
-        small, dtype, _ = small_model(description)
-        generator = torch.Generator().manual_seed(1)
-        for padded in (False, True) if small.takes("attention_mask") else (False,):
-            _check_cut(small, dtype, some_batch(small, generator, padded), split)
-
-
-def _check_cut(small: Description, dtype: torch.dtype, batch: Batch, split: Split | None) -> None:
-    """Raise InputError if the small model differs in pieces from the whole."""
-    expected = whole_result(small, *batch)
-    for way in (None,) if split is None else (None, split):
-        cut = f"a small copy of it, cut in three{', its backward split,' if way else ','}"
-        refuse = f"{small.architecture} cannot be trained in stages: {cut}"
-        try:
-            found = _in_pieces(small, dtype, batch, way, expected.logits_dtype)
-        except InputError as error:
-            raise InputError(f"{refuse} does not run: {error}") from error
-        except Exception as error:  # families raise many types when their parts do not fit
-            raise InputError(
-                f"{refuse} does not run ({type(error).__name__}: {first_line(error)}), so its layers need something of"
-                " the model around them besides the hidden states."
-            ) from error
-        compare(refuse, max(TOLERANCE[dtype], PARTLY_FP32 if expected.rounds else 0.0), found, expected)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Use one thread: on busy cores, threads that share such small matrices take ten times as long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _sign_of_life(description: Description, say: Callable[[str], None] | None) -> Iterator[None]:
-    if say is None:
-        yield
-        return
     text = (
         f"checking on a small copy that {description.architecture} gives the same gradients in stages, which takes"
         " longer than usual (self_check=False leaves it out)"
     )
-    timer = threading.Timer(SILENT_SECONDS, say, [text])
+    timer = threading.Timer(SILENT_SECONDS, say or (lambda text: None), [text])
     timer.daemon = True
     timer.start()
     try:
-        yield
+        copy = SmallCopies.of(description).plain
+        with copy.computing():
+            _check_stages(copy, split)
     finally:
         timer.cancel()
 
 
+def _check_stages(copy: SmallCopy, split: Split | None) -> None:
+    """Raise InputError if three stages of a small copy differ from the whole."""
+    small = copy.description
+    bounds = itertools.pairwise((0, 1, small.layers - 1, small.layers))
+    stages: list[Stage] = []
+    for way in (None,) if split is None else (None, split):
+        cut = f"a small copy of it, cut in three{', its backward split,' if way else ','}"
+        refuse = f"{small.architecture} cannot be trained in stages: {cut}"
+        behind: list[Callable[[], None]] = []
+        for batch, expected in references(copy):
+            try:
+                stages = stages or [build_filled_stage(copy, first, last) for first, last in bounds]
+                if way is not None:
+                    behind = behind or [way(stage) for stage in stages]
+                found = result_of_stages(small, stages, batch, expected.logits_dtype, behind=behind)
+            except InputError as error:
+                raise InputError(f"{refuse} does not run: {error}") from error
+            except Exception as error:  # families raise many types when their parts do not fit
+                raise InputError(
+                    f"{refuse} does not run ({type(error).__name__}: {first_line(error)}), so its layers need something"
+                    " of the model around them besides the hidden states."
+                ) from error
+            compare(refuse, tolerance(copy.dtype, rounds=expected.rounds), found, expected)
+
+
+def build_filled_stage(copy: SmallCopy, first: int, last: int, **tensor: Any) -> Stage:
+    """Build layers [first, last) of a small copy, with its parameters; `tensor`: as for `build_stage`."""
+    small = copy.description
+    ends: dict[str, Any] = {"is_first": first == 0, "is_last": last == small.layers}
+    stage = build_stage(small, first, last, dtype=copy.dtype, **ends, **tensor)
+    assert isinstance(stage, Stage)
+    copy_parameters(stage, small)
+    return stage
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def tolerance(dtype: torch.dtype, *, rounds: bool) -> float:
+    """Return the largest relative error of correct results in a dtype; `rounds`: some are always cast to fp32."""
+    return max(TOLERANCE[dtype], PARTLY_FP32 if rounds else 0.0)
+
+
+def contains_cast(result: Tensor) -> bool:
+    """Return whether the graph of a result contains a cast."""
+    return any(node.name().startswith("ToCopy") for node in graph_nodes(result))
+
+
+def relative_error(ours: Tensor | None, theirs: Tensor | None, least: float = 0.0) -> float:
+    """Return the relative Frobenius error of a tensor, None for zeros; infinity if it is not finite.
+
+    Args:
+        least: the norm against which a smaller one is measured.
+    """
+    norm = max(least, 0.0 if theirs is None else theirs.norm().item())
+    if ours is not None and theirs is not None:
+        ours = ours - theirs
+    elif ours is None:
+        ours = theirs
+    distance = 0.0 if ours is None else ours.norm().item()
+    return distance / norm if norm and math.isfinite(distance) else math.inf
+
+
 def gradient_errors(found: Gradients, expected: Gradients, floor: float = 1e-6) -> dict[str, float]:
-    """Return the relative Frobenius error of each tensor; infinity for one that is not finite.
+    """Return the relative error of each gradient.
 
     Args:
         floor: a gradient that is zero except for rounding is measured against this share of the largest norm.
     """
-    norms = {name: 0.0 if gradient is None else gradient.norm().item() for name, gradient in expected.items()}
-    least = floor * max(norms.values())
-    errors = {}
-    for name, gradient in expected.items():
-        ours = found[name]
-        if gradient is None or ours is None:
-            present = ours if gradient is None else gradient
-            distance = 0.0 if present is None else present.norm().item()
-        else:
-            distance = (ours - gradient).norm().item()
-        errors[name] = distance / max(norms[name], least) if math.isfinite(distance) else math.inf
-    return errors
+    least = floor * max(0.0 if gradient is None else gradient.norm().item() for gradient in expected.values())
+    return {name: relative_error(found[name], gradient, least) for name, gradient in expected.items()}
 
 
-def some_batch(small: Description, generator: torch.Generator, padded: bool) -> Batch:
-    """Return tokens that include padding tokens, labels that include ignored ones, and with `padded` a mask.
+def compare(refuse: str, most: float, found: Result, expected: Result, floor: float = 1e-6) -> None:
+    """Raise InputError, its text beginning with `refuse`, if results differ by more than `most`; `floor`: see
+    `gradient_errors`."""
+    refuse = f"{refuse} differs from the whole in"
+    reason = "so more than the hidden states passes between its layers, or they depend on where they stand"
+    if found.gradients.keys() != expected.gradients.keys():
+        names = ", ".join(sorted(found.gradients.keys() ^ expected.gradients.keys())[:4])
+        raise InputError(f"{refuse} the parameters it has ({names}).")
+    if not abs(found.loss - expected.loss) <= most * max(1.0, abs(expected.loss)):
+        raise InputError(f"{refuse} the loss ({found.loss:.9g} against {expected.loss:.9g}), {reason}.")
+    errors = gradient_errors(found.gradients, expected.gradients, floor)
+    worst = max(errors, key=errors.__getitem__)
+    if not errors[worst] <= most:
+        raise InputError(f"{refuse} the gradient of {worst} (relative error {errors[worst]:.1e}), {reason}.")
+
+
+# --- the whole copy --------------------------------------------------------------------------------------------------
+
+
+def references(copy: SmallCopy) -> Iterator[tuple[Batch, Result]]:
+    """Yield a batch, and what the whole copy computes from it: one without a mask, and one with."""
+    for index, batch in enumerate(copy.once(_batches, partial(_batches, copy.description))):
+        yield batch, copy.once((_whole_result, index), partial(_whole_result, copy.description, batch))
+
+
+def _batches(small: Description) -> list[Batch]:
+    """Return tokens that include padding tokens, labels that include ignored ones, and the second time a mask.
 
     The mask has padding on the right and a hole: padding alone changes nothing under causal attention.
     """
-    tokens = torch.randint(0, small.vocabulary_size, (BATCH, SEQUENCE), generator=generator)
-    labels = torch.randint(0, small.head_rows, (BATCH, SEQUENCE), generator=generator)
-    if small.padding_index is not None:
-        tokens[0, 4] = small.padding_index
-        labels[1, 5] = min(small.padding_index, small.head_rows - 1)
-    labels[0, 7] = -100
-    if not padded:
-        return tokens, labels, None
-    mask = torch.ones_like(tokens)
-    mask[1, 2:4] = mask[1, -PADDED:] = 0
-    return tokens, labels.masked_fill(mask == 0, -100), mask
+    generator, batches = torch.Generator().manual_seed(1), []
+    for padded in (False, True) if small.takes("attention_mask") else (False,):
+        tokens = torch.randint(0, small.vocabulary_size, (BATCH, SEQUENCE), generator=generator)
+        labels = torch.randint(0, small.head_rows, (BATCH, SEQUENCE), generator=generator)
+        if small.padding_index is not None:
+            tokens[0, 4] = small.padding_index
+            labels[1, 5] = min(small.padding_index, small.head_rows - 1)
+        labels[0, 7] = -100
+        mask = None
+        if padded:
+            mask = torch.ones_like(tokens)
+            mask[1, 2:4] = mask[1, -PADDED:] = 0
+            labels = labels.masked_fill(mask == 0, -100)
+        batches.append(Batch(tokens, labels, mask))
+    return batches
 
 
-def loss_of_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def loss_of_hidden(
-    small: Description,
-    weights: Mapping[str, torch.Tensor],
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
-    logits_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return the loss of the last hidden states [batch, sequence, hidden_size], by the vocabulary matrices of these
-    names."""
-    head = weights[small.embedding_name if small.tied else small.head_name]
-    bias = None if small.head_bias_name is None else weights[small.head_bias_name]
-    logits = functional.linear(hidden, head, bias).to(logits_dtype) * small.logit_scale
-    if small.soft_cap is not None:
-        logits = small.soft_cap * torch.tanh(logits / small.soft_cap)
-    return loss_of_logits(logits, labels)
-
-
-def whole_result(small: Description, tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> Result:
-    model, router = small.model, small.router_loss
+def _whole_result(small: Description, batch: Batch) -> Result:
+    (tokens, labels, mask), model, router = batch, small.model, small.router_loss
     model.zero_grad()
     torch.default_generator.manual_seed(SEED)
     given = {"labels": labels} if takes(type(model), "labels") else {}
@@ -199,12 +226,12 @@ def whole_result(small: Description, tokens: torch.Tensor, labels: torch.Tensor,
             f"{small.architecture} cannot be trained in stages: in transformers it does not run on labels of the shape"
             f" of the token ids ({type(error).__name__}: {first_line(error)})."
         ) from error
-    loss = loss_of_logits(output.logits, labels)
+    loss = _loss_of_logits(output.logits, labels)
     added = 0.0 if router is None else router.coefficient * output.aux_loss
     if given:
         with torch.no_grad():
             logits = output.logits.float()
-            known = loss_of_logits(logits[:, :-1], labels[:, 1:]), loss_of_logits(logits, labels)
+            known = _loss_of_logits(logits[:, :-1], labels[:, 1:]), _loss_of_logits(logits, labels)
             _check_own_loss(model, float(output.loss), [float(one + added) for one in known])
     loss = loss + added
     rounds = contains_cast(loss)
@@ -239,80 +266,68 @@ def _check_own_loss(model: PreTrainedModel, own: float, known: list[float]) -> N
     )
 
 
-def _in_pieces(
-    small: Description, dtype: torch.dtype, batch: Batch, split: Split | None, logits_dtype: torch.dtype
-) -> Result:
-    """Compute like the pipeline, in one process: three stages, detached at the cuts, the vocabulary by hand.
+# --- in stages ------------------------------------------------------------------------------------------------------
 
-    Logits are rounded as in the whole model (xLSTM: to fp32), since some gradients are small differences of large
-    numbers.
+
+def result_of_stages(
+    small: Description,
+    stages: Sequence[Stage],
+    batch: Batch,
+    logits_dtype: torch.dtype,
+    *,
+    behind: Sequence[Callable[[], None]] = (),
+    gather: Callable[[Tensor], Tensor] | None = None,
+    share: float = 1.0,
+) -> Result:
+    """Compute like the pipeline, in one process: stages, detached at the cuts, the vocabulary by hand.
+
+    Args:
+        logits_dtype: logits are rounded as in the whole model (xLSTM: to fp32), since some gradients are small
+            differences of large numbers.
+        behind: what computes weight gradients after the backward.
+        gather: returns all hidden states from those of this process; None: it has all.
+        share: of the gradients that this process computes, if several compute the same loss.
     """
-    assert small.model is not None
-    tokens, labels, mask = batch
-    counted = small.positions_of(tokens)
+    counted, router = small.positions_of(batch.tokens), small.router_loss
     positions = {} if counted is None else {"position_ids": counted}
-    router = small.router_loss
     totals = torch.empty(0) if router is None else router.start()
-    routed: list[torch.Tensor] = []
-    bounds = [0, 1, small.layers - 1, small.layers]
     weights = {
         name: small.model.get_parameter(name).detach().clone().requires_grad_() for name in small.vocabulary_names
     }
-    embedding = weights[small.embedding_name]
-    stages: list[Stage | ModuleStage] = []
-    inputs: list[torch.Tensor] = []
-    outputs: list[torch.Tensor] = []
-    behind: list[Callable[[], None]] = []
-    hidden = functional.embedding(tokens, embedding, padding_idx=small.padding_index)
+    hidden = functional.embedding(batch.tokens, weights[small.embedding_name], padding_idx=small.padding_index)
+    inputs: list[Tensor] = []
+    outputs = [[hidden]]
     torch.default_generator.manual_seed(SEED)
-    for first, last in itertools.pairwise(bounds):
-        stage = build_stage(small, first, last, is_first=first == 0, is_last=last == small.layers, dtype=dtype)
-        copy_parameters(stage, small)
-        if split is not None:
-            behind.append(split(stage))
-        inputs.append(hidden if not stages else hidden.detach().requires_grad_())
-        entered = inputs[-1].clone()  # may be changed in place
+    for stage in stages:
+        stage.zero_grad()
+        inputs.append(hidden.detach().requires_grad_())
         recorded: dict[str, list] = {} if router is None else {"router_logits": []}
-        hidden = stage(entered, attention_mask=mask, **positions, **recorded)
+        entered = inputs[-1].clone()  # may be changed in place
+        hidden = stage(entered, attention_mask=batch.mask, **positions, **recorded)
+        outputs.append([hidden])
         if router is not None:
-            totals, probabilities = router.add(totals, recorded["router_logits"], mask)
-            routed.append(probabilities)
-        stages.append(stage)
-        outputs.append(hidden)
-    loss = loss_of_hidden(small, weights, hidden, labels, logits_dtype)
-    for index in range(len(stages) - 1, -1, -1):
-        is_last = index == len(stages) - 1
-        roots = [loss if is_last else outputs[index]]
-        given = [torch.ones_like(loss) if is_last else inputs[index + 1].grad]
-        if router is not None:
-            roots.append(routed[index])
-            given.append(router.gradient(totals, 1.0))
-        run_backward(roots, given)
+            totals, probabilities = router.add(totals, recorded["router_logits"], batch.mask)
+            outputs[-1].append(probabilities)
+    hidden = hidden if gather is None else gather(hidden)
+    head = weights[small.embedding_name if small.tied else small.head_name]
+    bias = None if small.head_bias_name is None else weights[small.head_bias_name]
+    logits = functional.linear(hidden, head, bias).to(logits_dtype) * small.logit_scale
+    if small.soft_cap is not None:
+        logits = small.soft_cap * torch.tanh(logits / small.soft_cap)
+    loss = outputs[-1][0] = _loss_of_logits(logits, batch.labels)
+    gradient: Tensor | None = torch.full_like(loss, share)
+    for entered, made in zip(reversed(inputs), reversed(outputs), strict=False):
+        run_backward(made, [gradient] if router is None else [gradient, router.gradient(totals, share)])
+        gradient = entered.grad
+    run_backward(outputs[0], [gradient])
     for weight_gradients in behind:
         weight_gradients()
-    if router is not None:
-        loss = loss.detach() + router.coefficient * router.value(totals)
+    value = loss.item() if router is None else float(loss.detach() + router.coefficient * router.value(totals))
     gradients: Gradients = {name: weight.grad for name, weight in weights.items()}
     for stage in stages:
         gradients |= {name: parameter.grad for name, parameter in stage.named_parameters()}
-    return Result(loss.item(), gradients, logits_dtype)
+    return Result(value, gradients, logits_dtype)
 
 
-def contains_cast(loss: torch.Tensor) -> bool:
-    """Return whether the loss's graph contains a cast."""
-    return any(node.name().startswith("ToCopy") for node in graph_nodes(loss))
-
-
-def compare(refuse: str, tolerance: float, found: Result, expected: Result, floor: float = 1e-6) -> None:
-    """Raise InputError, its text beginning with `refuse`, if results differ; `floor`: see `gradient_errors`."""
-    refuse = f"{refuse} differs from the whole in"
-    reason = "so more than the hidden states passes between its layers, or they depend on where they stand"
-    if found.gradients.keys() != expected.gradients.keys():
-        names = ", ".join(sorted(found.gradients.keys() ^ expected.gradients.keys())[:4])
-        raise InputError(f"{refuse} the parameters it has ({names}).")
-    if not abs(found.loss - expected.loss) <= tolerance * max(1.0, abs(expected.loss)):
-        raise InputError(f"{refuse} the loss ({found.loss:.9g} against {expected.loss:.9g}), {reason}.")
-    errors = gradient_errors(found.gradients, expected.gradients, floor)
-    worst = max(errors, key=errors.__getitem__)
-    if not errors[worst] <= tolerance:
-        raise InputError(f"{refuse} the gradient of {worst} (relative error {errors[worst]:.1e}), {reason}.")
+def _loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import MutableMapping
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,8 @@ from evenpipe.model.live import set_attributes
 from evenpipe.model.rules import restore_buffers
 from evenpipe.model.structure import build_skeleton, layers_of, strip
 from evenpipe.model.transform import apply_to_all
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class Copies:
@@ -54,7 +56,7 @@ class Copies:
 
     @cached_property
     def _stripped(self) -> nn.ModuleList:
-        layers: nn.ModuleList = copy.deepcopy(self._layers)
+        layers = copied(self._layers)
         for layer in layers:
             strip(layer)
         return layers
@@ -68,13 +70,38 @@ class Copies:
         """
         others = {index: layer for index, layer in enumerate(self._layers) if index not in kept}
         # While buffers get their values, the other layers are the original ones: a rule may go through all layers.
-        copied = copy.deepcopy(self.whole, {id(layer): layer for layer in others.values()})
-        restore_buffers(copied, self._layers_name, kept)
-        layers = layers_of(copied, self._layers_name)
-        shared: dict[int, Any] = {id(part): part for layer in self._stripped for part in layer.children()}
+        kept_ones = (*others.values(), *self.whole.parameters())  # parameters have no storage
+        model = copied(self.whole, {id(one): one for one in kept_ones})
+        restore_buffers(model, self._layers_name, kept)
+        layers = layers_of(model, self._layers_name)
         for index in others:
-            layers[index] = copy.deepcopy(self._stripped[index], shared)
-        return copied
+            stripped = self._stripped[index]
+            layers[index] = copied(stripped, {id(part): part for part in stripped.children()})
+        return model
+
+
+def copied(module: Module, memo: dict[int, Any] | None = None) -> Module:
+    """Return what `copy.deepcopy` returns, in a third of the time, most of which it spends on empty dictionaries of
+    hooks.
+
+    Args:
+        memo: by id, what stands for a part instead of a copy; filled with what is copied.
+    """
+    memo = {} if memo is None else memo
+    if hasattr(type(module), "__deepcopy__"):
+        return copy.deepcopy(module, memo)
+    if id(module) not in memo:
+        memo[id(module)] = new = type(module).__new__(type(module))
+        for name, value in vars(module).items():
+            if name == "_modules":
+                held: Any = {key: None if part is None else copied(part, memo) for key, part in value.items()}
+            elif isinstance(value, (dict, set)) and not value:
+                held = value.copy()
+            else:
+                held = copy.deepcopy(value, memo)
+            vars(new)[name] = held
+    found: Module = memo[id(module)]
+    return found
 
 
 def copies(description: Description, dtype: torch.dtype) -> Copies:

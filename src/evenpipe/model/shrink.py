@@ -66,7 +66,7 @@ LATENT = ("qk_rope_head_dim", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "
 """Head sizes of latent attention, which keep their proportions instead."""
 
 STEPS = ({"narrow": True, "moved": True}, {"narrow": True, "moved": False}, {"narrow": False, "moved": True})
-"""Arguments for `small_copy`, the strictest first; the others are for architectures that do not run with it."""
+"""Arguments for `small_config`, the strictest first; the others are for architectures that do not run with it."""
 
 
 def said_of_layers(config: PreTrainedConfig, layers: int) -> list[list[Any]]:
@@ -79,7 +79,7 @@ def said_of_layers(config: PreTrainedConfig, layers: int) -> list[list[Any]]:
     return [*said, *_layerwise(config).values()]
 
 
-def small_copy(
+def small_config(
     config: PreTrainedConfig, layers: int, kept: Sequence[int], *, narrow: bool, moved: bool
 ) -> PreTrainedConfig:
     """Return a copy with few layers and few tokens.

@@ -43,9 +43,7 @@ def refusal_of_cut(problem: Problem, ranks: int) -> str:
     """Return why the layers cannot be cut over so many tensor ranks."""
     if ranks == 1:
         return ""
-    return _once(
-        problem, cut_of_model, lambda: cut_of_model(problem.description, ranks, problem.bytes.small_copy), ranks
-    )
+    return _once(problem, cut_of_model, partial(cut_of_model, problem.bytes.description, ranks), ranks)
 
 
 def refusal_of_experts(problem: Problem, members: int) -> str:
@@ -71,7 +69,8 @@ def refusal_of_estimate(problem: Problem, layout: Recipe) -> str:
 
 
 def _refusal(problem: Problem, option: str, *, slices: bool) -> str:
-    return _once(problem, check_pieces, partial(check_pieces, problem.description, option, slices=slices), option)
+    check = partial(check_pieces, problem.bytes.description, option, slices=slices)  # the bytes keep the small copies
+    return _once(problem, check_pieces, check, option)
 
 
 def _once(problem: Problem, kind: object, check: Callable[[], object], what: object) -> str:

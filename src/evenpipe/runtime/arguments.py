@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad
 
 from evenpipe.attention.check import check_pieces
 from evenpipe.errors import InputError
-from evenpipe.experts.adopt import split_once
+from evenpipe.experts.adopt import split_backwards
 from evenpipe.given import is_whole
 from evenpipe.model import Description, check_forward, self_check
 from evenpipe.model.structure import first_line
@@ -206,7 +206,7 @@ def fault_of_architecture(description: Description, order: Order, recipe: Recipe
     try:
         if description.model is not None:
             check_forward(description.plain or description)
-        self_check(description, split_once if splits else None, say=logger.warning)
+        self_check(description, split_backwards if splits else None, say=logger.warning)
         if recipe.parallelism.cp > 1:
             check_pieces(description, f"cp{beside}", slices=False, apart=apart)
         if order.slices > 1:

@@ -52,6 +52,7 @@ from evenpipe.model import (
 )
 from evenpipe.model.draws import may_draw
 from evenpipe.model.placement import Held
+from evenpipe.model.small_copy import SmallCopies
 from evenpipe.model.transform import LayerTransform, transformed
 from evenpipe.optimizers.held import HeldParameter
 from evenpipe.parallel import process_grid
@@ -194,6 +195,7 @@ class Pipeline:
             self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
             self.description = self._describe(model, spec, transforms, trust_remote_code=trust_remote_code)
             options = loss_of_model(loss or LossOptions(), self.description)
+            copies = SmallCopies.of(self.description)  # the checks below share them
             self._plan = plan_step(
                 self.description,
                 recipe_of(recipe, how, grid),
@@ -225,6 +227,7 @@ class Pipeline:
                 self.description, self._plan.costs, self.layout.program.slices, self.recipe, self._groups
             )
             self._cutter, self.context_exchange = cutter
+            del copies
             self._load = count_choices(self.description, self._groups, self.tensor_rank)
             self._experts = spread_experts(self.description, self._groups, self.recipe)
             self._build(worker, options, parameter_dtype, seed, sharded=sharded)

@@ -6,7 +6,6 @@ count that has to be divided and is not, a residual inside the block) is found, 
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import re
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from evenpipe.model.copies import copied
 from evenpipe.model.linear import is_linear, is_transposed, named_linear, terms_of
 from evenpipe.model.placement import Cut, TensorPlacement
 from evenpipe.model.structure import first_line
@@ -291,7 +291,7 @@ def _error_of_parts(block: nn.Module, call: Call, cut: BlockCut, ranks: int, who
     parts = []
     with torch.no_grad():
         for exchange in exchanges:
-            local = copy.deepcopy(block)
+            local = copied(block)
             for name, placement in placements_of(block, cut, exchange.rank, ranks).items():
                 owner, _, leaf = name.rpartition(".")
                 parameter = None if placement is None else nn.Parameter(placement.of(block.get_parameter(name)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from evenpipe.model.interface import takes
 from evenpipe.model.linear import is_linear
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.router_loss import router_modules
-from evenpipe.model.small_model import kinds_of_layers
+from evenpipe.model.small_copy import kinds_of_layers
 from evenpipe.model.stage import Stage
 from evenpipe.model.structure import layers_of
 from evenpipe.tensor.cuts import BlockCut, count_of, find_cut, placements_of
@@ -52,12 +52,14 @@ class Block:
 class ModelCut:
     """How the layers of a model are cut, by their kind and the name of the part."""
 
+    kinds: tuple[Hashable, ...]
+    """Of each layer."""
     blocks: Mapping[Hashable, Mapping[str, Block]]
     """By the kind of the layer."""
     end_is_whole: bool
     """What follows the layers needs all tokens, so every rank computes it whole."""
 
-    def for_model(self, description: Description, small: Description, kept: Sequence[int]) -> ModelCut:
+    def for_model(self, description: Description, kept: Sequence[int]) -> ModelCut:
         """Return the cut of a small copy for its model.
 
         A kind of layer may have other settings there (a soft-cap is a number in the copy, and may be None in the
@@ -65,13 +67,11 @@ class ModelCut:
 
         kept: for each layer of the copy, that of the model.
         """
-        kinds, of_copy = (
-            kinds_of_layers(layers_of(one.skeleton, one.structure.layers_name)) for one in (description, small)
-        )
+        kinds = kinds_of_layers(layers_of(description.skeleton, description.structure.layers_name))
         known = dict(self.blocks)
         for place, index in enumerate(kept):
-            known.setdefault(kinds[index], self.blocks[of_copy[place]])
-        return replace(self, blocks=known)
+            known.setdefault(kinds[index], self.blocks_of(place))
+        return ModelCut(tuple(kinds), known, self.end_is_whole)
 
     def placements(
         self, description: Description, index: int, rank: int, ranks: int
@@ -85,7 +85,7 @@ class ModelCut:
         layer = description.layer(index)
         prefix = f"{description.structure.layers_name}.{index}"
         found: dict[str, TensorPlacement | None] = {}
-        for name, block in self.blocks_of(layer).items():
+        for name, block in self.blocks_of(index).items():
             if block.cut is None:
                 continue
             try:
@@ -99,7 +99,7 @@ class ModelCut:
         """Return whether several of so many ranks hold the same heads of keys and values."""
         for index in range(description.layers):
             layer = description.layer(index)
-            for name, block in self.blocks_of(layer).items():
+            for name, block in self.blocks_of(index).items():
                 if block.cut is not None and any(
                     count_of(layer.get_submodule(name), group) < ranks for group in block.cut.groups
                 ):
@@ -109,13 +109,12 @@ class ModelCut:
     def alone(self, description: Description, index: int) -> set[str]:
         """Return the names of a layer's parameters that only the first rank holds."""
         prefix = f"{description.structure.layers_name}.{index}"
-        blocks = self.blocks_of(description.layer(index)).items()
+        blocks = self.blocks_of(index).items()
         return {f"{prefix}.{name}.{bias}" for name, block in blocks if block.cut for bias in block.cut.biases}
 
-    def blocks_of(self, layer: nn.Module) -> Mapping[str, Block]:
+    def blocks_of(self, index: int) -> Mapping[str, Block]:
         """Return the parts of a layer that get all tokens, by name."""
-        (kind,) = kinds_of_layers([layer])
-        return self.blocks[kind]
+        return self.blocks[self.kinds[index]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ class TensorCut:
         assert isinstance(model, Stage)
         exchange, dtype_of = self.exchange, model.computing_dtypes().__getitem__
         for index, layer in layers.items():
-            for name, block in self.cut.blocks_of(layer).items():
+            for name, block in self.cut.blocks_of(index).items():
                 module = layer.get_submodule(name)
                 if block.cut is None:
                     keep_whole(module, exchange, block.hidden)
@@ -159,16 +158,17 @@ def find_model_cut(small: Description, *, repeats: bool = False) -> ModelCut:
     found: dict[Hashable, dict[str, Block]] = {}
     # The skeleton has never run: some layers change their settings as they do.
     kinds = kinds_of_layers(layers_of(small.skeleton, small.structure.layers_name))
+    layer_of: dict[Hashable, nn.Module] = {}
     for layer, kind in zip(layers, kinds, strict=True):
-        if kind in found:
-            continue
-        found[kind] = {}
-        for name, call in _calls(model, layer, token_ids).items():
+        layer_of.setdefault(kind, layer)
+    for kind, calls in _calls(model, layer_of, token_ids).items():
+        layer, found[kind] = layer_of[kind], {}
+        for name, call in calls.items():
             module = layer.get_submodule(name)
             block = _block(module, call, repeats=repeats, routes=not routers.isdisjoint(module.modules()))
             if block is not None:
                 found[kind][name] = block
-    return ModelCut(found, end_is_whole=not _ends_on_rows(small, token_ids))
+    return ModelCut(tuple(kinds), found, end_is_whole=not _ends_on_rows(small, token_ids))
 
 
 def _ends_on_rows(small: Description, token_ids: Tensor) -> bool:
@@ -216,15 +216,19 @@ def _block(module: nn.Module, call: Call, *, repeats: bool, routes: bool) -> Blo
     return Block(tuple(call.hidden), cut, reason)
 
 
-def _calls(model: nn.Module, layer: nn.Module, token_ids: Tensor) -> dict[str, Call]:
-    """Return how each part of a layer is called, the first time."""
-    found: dict[str, Call] = {}
+def _calls(
+    model: nn.Module, layers: Mapping[Hashable, nn.Module], token_ids: Tensor
+) -> dict[Hashable, dict[str, Call]]:
+    """Return how each part of each layer is called, the first time."""
+    found: dict[Hashable, dict[str, Call]] = {kind: {} for kind in layers}
 
-    def record(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.setdefault(name, Call(args, kwargs))
+    def record(calls: dict[str, Call], name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        calls.setdefault(name, Call(args, kwargs))
 
     hooks = [
-        module.register_forward_pre_hook(partial(record, name), with_kwargs=True) for name, module in _parts(layer)
+        module.register_forward_pre_hook(partial(record, found[kind], name), with_kwargs=True)
+        for kind, layer in layers.items()
+        for name, module in _parts(layer)
     ]
     mask = torch.ones_like(token_ids)
     mask[-1, -1] = 0  # without padding some kernels take a shorter way

@@ -12,7 +12,8 @@ A matrix whose outputs reach every unit (MLA's first projections) precedes them 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,8 @@ from evenpipe.words import count
 NOTHING = 1e-9
 """Share of the largest gradient below which there is no dependence; fp32 models: `NOTHING_FP32`."""
 NOTHING_FP32 = 1e-5
+NUMBERS = 2**24
+"""Most numbers in gradients that are computed at once."""
 DRAWS = 3
 """Inputs that are tried: activations such as ReLU hide some columns of each."""
 
@@ -128,12 +131,12 @@ def find_units(block: nn.Module, call: Call, *, passed: Collection[nn.Module] = 
         raise NoUnitsError("every part of it needs every other one")
     segments = {output: _segments(output, parts, width)}
     for name, table in cut.items():
-        of_unit = [table[part].any(0).nonzero().flatten().tolist() for part in parts]
+        of_unit = _reached_by(parts, table)
         segments[name] = _segments(name, of_unit, table.shape[1])
     parameters = {}
     for name, table in reached.items():
         if name not in linear and table.any() and not table.all():
-            of_unit = [table[part].any(0).nonzero().flatten().tolist() for part in parts]
+            of_unit = _reached_by(parts, table)
             if sum(map(len, of_unit)) == table.shape[1]:  # else several units use an entry: it stays whole
                 parameters[name] = _segments(name, of_unit, table.shape[1])
     return Units(len(parts), output, width, segments, parameters)
@@ -184,15 +187,29 @@ def _reached(block: nn.Module, call: Call, generator: torch.Generator) -> tuple[
     found = {name: torch.zeros(last.shape[-1], size, dtype=last.dtype) for name, size in sizes.items()}
     if last.grad_fn is None:
         raise NoUnitsError("its last linear layer does not depend on the others")
-    for entry in range(last.shape[-1]):
-        gradients = torch.autograd.grad(
-            (last[..., entry] * weights).sum(), list(others.values()), retain_graph=True, allow_unused=True
-        )
-        for name, gradient in zip(others, gradients, strict=True):
+    together = max(1, NUMBERS // sum(one.numel() for one in (last, *others.values())))
+    for entries in torch.arange(last.shape[-1]).split(together):
+        seeds = last.new_zeros(len(entries), *last.shape)
+        seeds[torch.arange(len(entries)), ..., entries] = weights
+        for name, gradient in zip(others, _gradients(last, list(others.values()), seeds), strict=True):
             if gradient is not None:
-                rows = gradient.abs().flatten(0, -2) if name in outputs else gradient.abs().reshape(sizes[name], -1).T
-                found[name][entry] = rows.amax(0)
+                size = gradient.abs()
+                size = size.flatten(1, -2) if name in outputs else size.reshape(*size.shape[:2], -1).mT
+                found[name][entries] = size.amax(1)
     return output, {name: table > nothing * table.amax() for name, table in found.items()}
+
+
+def _gradients(output: Tensor, inputs: list[Tensor], seeds: Tensor) -> Sequence[Tensor | None]:
+    """Return the gradients of inputs for each gradient of the output, along a new first dimension; None: there is no
+    dependence."""
+    gradients = partial(torch.autograd.grad, output, inputs, retain_graph=True, allow_unused=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an operation takes one gradient after the other
+            return gradients(seeds, is_grads_batched=True)
+    except RuntimeError:  # an operation does not take several
+        columns = zip(*map(gradients, seeds), strict=True)
+        return [None if column[0] is None else torch.stack(column) for column in columns]
 
 
 def _parts(width: int, tables: Mapping[str, Tensor]) -> list[list[int]]:
@@ -205,15 +222,26 @@ def _parts(width: int, tables: Mapping[str, Tensor]) -> list[list[int]]:
         return entry
 
     for table in tables.values():
-        for column in table.T:
-            first, *others = column.nonzero().flatten().tolist() or [0]
-            for other in others:
-                one, two = sorted((root(first), root(other)))
-                unit[two] = one
+        first: dict[int, int] = {}
+        for column, entry in table.T.nonzero().tolist():
+            one, two = sorted((root(first.setdefault(column, entry)), root(entry)))
+            unit[two] = one
     parts: dict[int, list[int]] = {}
     for entry in range(width):
         parts.setdefault(root(entry), []).append(entry)
     return list(parts.values())
+
+
+def _reached_by(parts: list[list[int]], table: Tensor) -> list[list[int]]:
+    """Return the columns that the rows of each part reach."""
+    numbers = torch.empty(len(table), dtype=torch.int64)
+    for number, part in enumerate(parts):
+        numbers[part] = number
+    reached = numbers.new_zeros(len(parts), table.shape[1]).index_add_(0, numbers, table.long())
+    columns: list[list[int]] = [[] for _ in parts]
+    for number, column in reached.nonzero().tolist():
+        columns[number].append(column)
+    return columns
 
 
 def _segments(name: str, of_unit: list[list[int]], length: int) -> tuple[int, ...]:
