@@ -327,7 +327,7 @@ class Pipeline(SpreadModel):
             self._held.output,
             transport=Transport(
                 groups.communicators,
-                self._grid.line("pp"),
+                self._grid.group("pp"),
                 self.description.hidden_size,
                 self._compute_dtype,
                 self.torch_device,
