@@ -1,12 +1,12 @@
-"""Operations of a communicator: what is sent stays until it has left, bytes are counted, and all of it works by way of
-the host. That rows and messages arrive, among any members, is seen in the pipelines of tests/fuzz."""
+"""Operations of a communicator: what is sent stays until it has left, and all of it works by way of the host. That
+rows and messages arrive, among any members, is seen in the pipelines of tests/fuzz."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import GROUP_TIMEOUT, run_processes
 
-from evenpipe.communication.communicator import Communicator, Traffic
+from evenpipe.communication.communicator import Communicator
 from evenpipe.communication.communicators import Communicators
 from evenpipe.communication.staging import Staging
 
@@ -43,7 +43,6 @@ def a_handle_keeps_what_is_sent_alive():
 
 
 def collectives():
-    """With the bytes that are counted."""
     rank, size, communicator = dist.get_rank(), dist.get_world_size(), everyone()
     for root in range(size):
         for dtype in DTYPES:
@@ -58,13 +57,6 @@ def collectives():
 
             output = communicator.all_gather(values(rank, 4, 3, dtype=dtype), "STATISTICS0").wait("C0")
             assert torch.equal(output, torch.stack([values(r, 4, 3, dtype=dtype) for r in range(size)]))
-    if size > 1:
-        moved, others = 12 * (4 + 8 + 2 + 8), size - 1  # bytes of one tensor, over the dtypes
-        # broadcast as root, reduce elsewhere, all-gather
-        sent, received = moved * (1 + others + size), moved * (others + 1 + size * others)
-        assert communicator.traffic == Traffic(3 * size * len(DTYPES), sent, received)
-    else:
-        assert communicator.traffic == Traffic()
 
 
 # -- staging, with copies within the CPU in place of the GPU's ------------------------------------
@@ -122,5 +114,5 @@ def all_operations_staged():
     [(a_handle_keeps_what_is_sent_alive, 2), (collectives, 1), (collectives, 3), (all_operations_staged, 2)],
 )
 @pytest.mark.sampled(3)
-def test_operations_move_what_they_should_and_count_it(operation, processes):
+def test_operations_move_what_they_should(operation, processes):
     run_processes(operation, processes)

@@ -33,9 +33,9 @@ def test_neighbours_without_other_axes_are_replicas_of_one_device() -> None:
     grid = Grid.from_sizes(3, dp=2, pp=3)
     assert grid.ranks == (0, 2, 4, 1, 3, 5)
     assert (grid.coordinate("dp"), grid.coordinate("pp")) == (1, 1)
-    assert grid.line("pp") == (1, 3, 5)
-    assert grid.line("dp") == (2, 3)
-    assert grid.line("dp", pp=2) == (4, 5)
+    assert grid.group("pp") == (1, 3, 5)
+    assert grid.group("dp") == (2, 3)
+    assert grid.group("dp", pp=2) == (4, 5)
     assert grid.groups("pp") == [(0, 2, 4), (1, 3, 5)]
     assert grid.groups("dp") == [(0, 1), (2, 3), (4, 5)]
     assert grid.groups("dp", "pp") == [grid.ranks]
@@ -49,7 +49,7 @@ def test_ranks_count_as_the_planner_times_them() -> None:
     shared = axes.experts
     every = {"tp": axes.tensor, "dp": axes.replicas, "pp": axes.pipeline, "ep": shared.members, "edp": shared.replicas}
     for name, axis in every.items():
-        line = grid.line(name)
+        line = grid.group(name)
         assert (len(line), line[1] - line[0]) == (axis.size, axis.stride)
 
 
@@ -59,7 +59,7 @@ def test_every_process_is_where_its_coordinates_say() -> None:
         assert grid.at() == grid.at(**{axis: own[axis] for axis in ("dp", "pp", "cp", "tp")}) == grid.rank
         assert own["dp"] == own["edp"] * SIZES["ep"] + own["ep"]
         for axis in AXES:
-            line = grid.line(axis)
+            line = grid.group(axis)
             assert line[own[axis]] == grid.rank and len(line) == grid.size(axis)
             assert [grid.at(**{axis: place}) for place in range(len(line))] == list(line)
 
@@ -93,7 +93,7 @@ def test_a_mesh_with_an_axis_of_experts_has_blocks_beside_it(world: None) -> Non
     grid = Grid.from_mesh(29, mesh, WORLD)
     assert [grid.size(axis) for axis in ("dp", "pp", "ep", "edp")] == [16, 3, 8, 2]
     assert [grid.coordinate(axis) for axis in ("dp", "pp", "ep", "edp")] == [13, 0, 5, 1]
-    assert grid.line("ep") == tuple(range(24, 32)) and grid.line("edp") == (5, 29)
+    assert grid.group("ep") == tuple(range(24, 32)) and grid.group("edp") == (5, 29)
 
 
 def test_what_is_no_grid_is_refused(world: None) -> None:

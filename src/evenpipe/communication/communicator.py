@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -35,15 +35,6 @@ from evenpipe.processes.watch import Watch
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """Names since torch 2.13, which warns about the older ones."""
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Bytes and messages that this process has sent and received. Only real messages count."""
-
-    messages: int = 0
-    sent_bytes: int = 0
-    received_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +111,6 @@ class Communicator:
     watch: Watch | None
     arrivals: Arrivals | None = None
     """Of the GPU that waits instead of the host; None if waits block the host."""
-    traffic: Traffic = field(default_factory=Traffic)
 
     def __post_init__(self) -> None:
         self.position = self.members.index(self.rank)
@@ -150,7 +140,7 @@ class Communicator:
             sent = dist.P2POp(dist.isend, host, after, self.group)
             return dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, host_buffer, before, self.group)])
 
-        return self._start(what, (before, after), start, reads=tensor, writes=buffer, messages=2)
+        return self._start(what, (before, after), start, reads=tensor, writes=buffer)
 
     # -- collectives: every member calls them in the same order ------------------------------------
 
@@ -191,7 +181,7 @@ class Communicator:
             rows = [host_output[self.members.index(member)] for member in sorted(self.members)]
             return dist.all_gather(rows, host, group=self.group, async_op=True)
 
-        handle = self._collective(what, None, start, reads=tensor, writes=output, own_bytes=tensor.nbytes)
+        handle = self._collective(what, None, start, reads=tensor, writes=output)
         return handle.giving(output)
 
     def all_reduce(self, tensor: Tensor, what: str) -> Handle:
@@ -235,7 +225,7 @@ class Communicator:
                 [host_output[index] for index in order], [host[index] for index in order], self.group, async_op=True
             )
 
-        return self._collective(what, None, start, reads=tensor, writes=output, own_bytes=tensor[0].nbytes)
+        return self._collective(what, None, start, reads=tensor, writes=output)
 
     def exchange(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> Handle:
         """Send `sent[i]` of the `rows` [sum of sent, ...] to every other member i, and put the `received[i]` rows that
@@ -319,7 +309,6 @@ class Communicator:
             return Handle(self, what, (), ())
         sends = to_root != at_root
         operation = dist.isend if sends else dist.irecv
-        own_bytes = rows[self.own_rows(counts)].nbytes if at_root else 0
 
         def start(host: Tensor) -> Any:
             # One batch on every side, so that NCCL runs root's messages as one operation.
@@ -330,7 +319,7 @@ class Communicator:
         # If root receives, its own rows are in the same tensor: a staged copy back must not lose them, hence "both".
         given = {"reads": rows} if sends else {"both": rows} if at_root else {"writes": rows}
         peers = tuple(member for member, _ in messages)
-        return self._start(what, peers, start, **given, messages=len(messages), own_bytes=own_bytes)
+        return self._start(what, peers, start, **given)
 
     # -- how an operation is started ---------------------------------------------------------------
 
@@ -352,13 +341,8 @@ class Communicator:
         reads: Tensor | None = None,
         writes: Tensor | None = None,
         both: Tensor | None = None,
-        messages: int = 1,
-        own_bytes: int = 0,
     ) -> Handle:
-        """Call `start` with the tensors read, written, or both, in this order, or with their copies in host memory.
-
-        own_bytes: this member's own part of the received (or else sent) bytes, which is not transferred.
-        """
+        """Call `start` with the tensors read, written, or both, in this order, or with their copies in host memory."""
         tensors = [tensor for tensor in (reads, writes, both) if tensor is not None]
         for tensor in tensors:
             assert tensor.is_contiguous(), f"{what}: the tensor {tuple(tensor.shape)} is not contiguous"
@@ -369,12 +353,6 @@ class Communicator:
             works = start(*tensors)
         except RuntimeError as error:
             raise self.failed(error, what, "", peers) from error
-        self.traffic.messages += messages
-        received = writes if writes is not None else both
-        if received is not None:
-            self.traffic.received_bytes += received.nbytes - own_bytes
-        if reads is not None:
-            self.traffic.sent_bytes += reads.nbytes - (own_bytes if received is None else 0)
         return Handle(self, what, peers, works, tensors=tensors, finish=finish)
 
     def waiting(self, what: str) -> AbstractContextManager[None]:

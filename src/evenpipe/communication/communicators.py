@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from evenpipe.communication.arrivals import arrivals_on
-from evenpipe.communication.communicator import Communicator, Traffic
+from evenpipe.communication.communicator import Communicator
 from evenpipe.communication.nccl import NcclOptions, quietly
 from evenpipe.communication.staging import Staging
 from evenpipe.processes.watch import Watch
@@ -124,7 +123,6 @@ class Communicators:
             tensor = torch.zeros(1, device=self.torch_device)
             rows = torch.zeros(len(members) if communicator.rank == root else 1, device=self.torch_device)
             counts = [1] * len(members)
-            before = replace(communicator.traffic)
             for handle in (
                 communicator.scatter_rows(rows, counts, root, "first rows"),
                 communicator.gather_rows(rows, counts, root, "first rows back"),
@@ -135,11 +133,6 @@ class Communicators:
                 handle.wait("warm-up")
             if self.torch_device.type == "cuda":
                 torch.cuda.synchronize(self.torch_device)  # one communicator after the other
-            communicator.traffic = before
-
-    def traffic(self) -> dict[str, Traffic]:
-        """Return the traffic of this process since the start, without warm-up, by communicator."""
-        return {communicator.name: communicator.traffic for communicator in self}
 
     def close(self) -> None:
         """Destroy the groups. Every member calls it, when no operation is pending."""

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from evenpipe.attention.sight import Keys
-from evenpipe.communication.communicator import Communicator, Handle
-from evenpipe.parallel.running import Running
+from evenpipe.communication.communicator import Handle
+from evenpipe.parallel.running import Ranks
 
 
-class ContextRanks:
+class ContextRanks(Ranks):
     """An `Exchange` of `attention.sight` between processes, each with a piece of every sequence.
 
     Only the own keys and values are kept from the forward to the backward, which gathers again and sums the gradients:
@@ -20,17 +20,11 @@ class ContextRanks:
 
     keeps_keys = True
 
-    def __init__(self, communicator: Communicator, running: Running) -> None:
-        """communicator: of these processes, in their order."""
-        self._communicator = communicator
-        self.size, self.rank = len(communicator.members), communicator.position
-        self.running = running
-
     def keys(self, layer: int, key: Tensor, value: Tensor) -> Keys:
         """Return the keys and values of all ranks, rank after rank."""
         # Tokens come first in what travels: a table of all ranks' tokens is all keys as they are, without another copy.
         started = [
-            self._communicator.all_gather(own.permute(2, 0, 1, 3).contiguous(), f"{what} of {self.running.text}")
+            self.communicator.all_gather(own.permute(2, 0, 1, 3).contiguous(), f"{what} of {self.running.text}")
             for own, what in ((key, "keys"), (value, "values"))
         ]
         keys, values = (handle.wait(self.running.text).flatten(0, 1).permute(1, 2, 0, 3) for handle in started)
@@ -50,22 +44,16 @@ class ContextRanks:
     def _start_sum(self, whole: Tensor, what: str) -> Handle:
         parts = whole.permute(2, 0, 1, 3).unflatten(0, (self.size, -1)).contiguous()
         own = torch.empty_like(parts[0])
-        return self._communicator.reduce_scatter(own, parts, f"gradients of {what} of {self.running.text}")
+        return self.communicator.reduce_scatter(own, parts, f"gradients of {what} of {self.running.text}")
 
 
-class HeadRanks:
+class HeadRanks(Ranks):
     """A `HeadExchange` of `attention.sight` between these processes."""
-
-    def __init__(self, communicator: Communicator, running: Running) -> None:
-        """communicator: of these processes, in their order."""
-        self._communicator = communicator
-        self.size, self.rank = len(communicator.members), communicator.position
-        self.running = running
 
     @torch.no_grad()
     def exchange(self, own: Tensor, *, cut: int, join: int) -> Tensor:
         """Return the rank's part along dimension `cut`, from all ranks one after the other along `join`."""
         parts = torch.stack(own.chunk(self.size, cut))
         found = torch.empty_like(parts)
-        self._communicator.all_to_all(found, parts, f"heads of {self.running.text}").wait(self.running.text)
+        self.communicator.all_to_all(found, parts, f"heads of {self.running.text}").wait(self.running.text)
         return torch.cat(list(found), join)

@@ -8,19 +8,16 @@ import torch
 from torch import Tensor
 
 from evenpipe.communication.communicator import Communicator, Handle
-from evenpipe.parallel.running import Running
+from evenpipe.parallel.running import Ranks, Running
 
 
-class ExpertRanks:
+class ExpertRanks(Ranks):
     """An `Exchange` of `experts.layout` between processes."""
 
     def __init__(self, communicator: Communicator, running: Running) -> None:
-        """communicator: of the members, in their order."""
-        self._communicator = communicator
-        self.size, self.rank = len(communicator.members), communicator.position
-        self.running = running
+        super().__init__(communicator, running)
         self.layer = ""
-        """Name of the experts that run, likewise."""
+        """Name of the experts that run."""
 
     @property
     def _where(self) -> str:
@@ -31,12 +28,12 @@ class ExpertRanks:
         the device."""
         table = torch.empty((2, *own.shape), dtype=own.dtype, device=own.device)
         table[0] = own
-        self._communicator.all_to_all(table[1], table[0], f"numbers of rows {self._where}").wait(self.running.text)
+        self.communicator.all_to_all(table[1], table[0], f"numbers of rows {self._where}").wait(self.running.text)
         told, known = table.tolist()
         return told, known
 
     def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> Handle:
         """Send rows [sum of sent, ...], sorted by member, and receive the `output` [sum of received, ...], likewise.
         Both must stay as they are until the wait."""
-        handle = self._communicator.exchange(output, rows, received, sent, f"{what} {self._where}")
+        handle = self.communicator.exchange(output, rows, received, sent, f"{what} {self._where}")
         return handle.giving(None, needed_by=self.running.text)

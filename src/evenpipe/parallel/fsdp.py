@@ -90,7 +90,7 @@ class _Sharded:
         if gradient is None:
             return None
         chunks = gradient.split(self.chunk, self.dimension) if self.chunk else ()
-        return [(row[: one.numel()].view(one.shape), one) for row, one in zip(rows, chunks, strict=False)]
+        return [(row[: chunk.numel()].view(chunk.shape), chunk) for row, chunk in zip(rows, chunks, strict=False)]
 
     def take(self, summed: Tensor) -> None:
         """Add the sums of this process's rows to the gradient of the master."""
@@ -238,7 +238,7 @@ class ShardedModule:
     @torch.no_grad()
     def reduce(self) -> None:
         """After the last gradient of the step: issue the sums over replicas, in the same order on all of them."""
-        trained = [one for one in self._parameters if one.master.requires_grad]
+        trained = [parameter for parameter in self._parameters if parameter.master.requires_grad]
         bucket: list[_Sharded] = []
         elements = 0
         for parameter in trained:

@@ -67,11 +67,11 @@ class Bucket:
                 and all processes get all sums.
         """
         self._summands = summands
-        self._sizes = [*(one.size for one in summands), len(summands)]
+        self._sizes = [*(summand.size for summand in summands), len(summands)]
         rows = like.new_zeros((len(communicator.members) if scatter else 1, sum(self._sizes)))
         *parts, counts = rows.split(self._sizes, dim=1)
         counts.fill_(1)
-        moves = [one.moves(part) for one, part in zip(summands, parts, strict=True)]
+        moves = [summand.moves(part) for summand, part in zip(summands, parts, strict=True)]
         self._missing = {index for index, move in enumerate(moves) if move is None}
         for index in self._missing:
             counts[:, index] = 0
@@ -89,9 +89,9 @@ class Bucket:
         """Wait, and hand out the sums."""
         self._handle.wait("the optimizer")
         *sums, counts = self._sums.split(self._sizes)
-        for index, (one, summed) in enumerate(zip(self._summands, sums, strict=True)):
+        for index, (summand, summed) in enumerate(zip(self._summands, sums, strict=True)):
             if index not in self._missing or counts[index]:
-                one.take(summed)
+                summand.take(summed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,8 @@ class GradientReducer:
     Args:
         held: these parameters, in the same order on all processes of the communicator.
         communicator: contributes to and receives every sum.
-        axes: along which its processes differ. Those that cut a parameter alone hold several different parts of it.
+        axes: along which its processes differ. Of a parameter that is cut along just these, they hold several parts,
+            which are summed in places of their own.
         what: for messages.
         in_place: elements of a gradient from which on it is summed in place, by a collective of its own.
         apart: put gradients of earlier steps aside and add the sums to them afterwards, which takes a second gradient,
@@ -157,27 +158,28 @@ class GradientReducer:
         """Of sums in place."""
 
     def _trained(self) -> Iterator[Held[nn.Parameter]]:
-        return (one for one in self._held if one.tensor.requires_grad)
+        return (held for held in self._held if held.tensor.requires_grad)
 
     def begin(self) -> None:
         """Prepare for the first backward of a step. Gradients of frozen parameters stay as they are."""
         self._let_go()
-        for one in self._trained():
-            if self._apart and one.tensor.grad is not None:
-                self._earlier.append((one.tensor, one.tensor.grad))
-            if self._apart or not one.placement.is_first_copy(*self._axes):
-                one.tensor.grad = None
+        for held in self._trained():
+            parameter = held.tensor
+            if self._apart and parameter.grad is not None:
+                self._earlier.append((parameter, parameter.grad))
+            if self._apart or not held.placement.is_first_copy(*self._axes):
+                parameter.grad = None
 
     @torch.no_grad()
     def reduce(self) -> None:
         """After the last gradient of a step: issue the sums. In the same order on all processes."""
         alike: dict[torch.dtype, list[_Gradient]] = {}
-        for one in self._trained():
-            alike.setdefault(one.tensor.dtype, []).append(self._gradient(one))
+        for held in self._trained():
+            alike.setdefault(held.tensor.dtype, []).append(self._gradient(held))
         for gradients in alike.values():
             self._buckets.append(Bucket(gradients, gradients[0].parameter, self._communicator, self._what))
-            wholes = [one.whole for one in gradients if one.whole is not None]
-            self._handles += [self._communicator.all_reduce(whole, self._what) for whole in wholes]
+            in_place = [gradient.whole for gradient in gradients if gradient.whole is not None]
+            self._handles += [self._communicator.all_reduce(whole, self._what) for whole in in_place]
 
     def _gradient(self, held: Held[nn.Parameter]) -> _Gradient:
         parameter, whole = held.tensor, None

@@ -134,10 +134,6 @@ class Grid:
             place[first] = coordinate // math.prod(self.sizes[part] for part in members)
         return self.ranks[_joint(_CUT, place, self.sizes)]
 
-    def line(self, axis: str, **coordinates: int) -> tuple[int, ...]:
-        """Return the processes along an axis through this process, or through that at `coordinates`."""
-        return self.group(axis, **coordinates)
-
     def group(self, *axes: str, **coordinates: int) -> tuple[int, ...]:
         """Return the processes that differ from this one, or from that at `coordinates`, only along these axes; the
         first axis changes last."""

@@ -1,8 +1,10 @@
-"""What a process is doing, for those who exchange inside passes."""
+"""Processes that exchange inside passes, and the pass that runs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from evenpipe.communication.communicator import Communicator
 
 
 @dataclass(slots=True)
@@ -17,3 +19,13 @@ class Running:
     """Stage and unit of its forward or backward; None in an evaluation, where no backward follows."""
     repeats: bool = False
     """It repeats a forward whose backward follows at once (R)."""
+
+
+class Ranks:
+    """Processes that exchange inside passes, as one of them sees it."""
+
+    def __init__(self, communicator: Communicator, running: Running) -> None:
+        """communicator: of these processes, in their order."""
+        self.communicator = communicator
+        self.size, self.rank = len(communicator.members), communicator.position
+        self.running = running

@@ -8,17 +8,14 @@ import torch
 from torch import Tensor
 
 from evenpipe.communication.communicator import Communicator, Handle
-from evenpipe.parallel.running import Running
+from evenpipe.parallel.running import Ranks, Running
 
 
-class TensorRanks:
+class TensorRanks(Ranks):
     """An `Exchange` of `tensor.exchange` between processes."""
 
     def __init__(self, communicator: Communicator, running: Running) -> None:
-        """communicator: of the tensor ranks of this device, in their order."""
-        self.communicator = communicator
-        self.size, self.rank = len(communicator.members), communicator.position
-        self.running = running
+        super().__init__(communicator, running)
         self.overlap: Any = None
         """The `Overlap` of transfers and products; None: one after the other."""
         self.arrived: Tensor | None = None

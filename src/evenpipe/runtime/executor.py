@@ -187,7 +187,7 @@ def make_executor(
             held.output,
             transport=Transport(
                 groups.communicators,
-                grid.line("pp"),
+                grid.group("pp"),
                 description.hidden_size,
                 compute_dtype,
                 torch_device,

@@ -31,13 +31,13 @@ class Replicas:
         self._sums: dict[Part, list[GradientReducer]] = defaultdict(list)
         """Of parameters that are replicated."""
         self._at_the_end: list[GradientReducer] = []
-        placed = {one.tensor: one for one in held.shards.values()}
+        placed = {shard.tensor: shard for shard in held.shards.values()}
         for part in held.parts:
             communicator = groups.expert_replicas if part.are_experts else groups.replicas
             if isinstance(part.parameters, ShardedModule):
                 self._sharded[part.stage].append(part.parameters)
             elif communicator is not None:
-                own = [placed[one] for _, one in part.parameters]
+                own = [placed[parameter] for _, parameter in part.parameters]
                 sums = GradientReducer(own, communicator, COPIES, f"gradients of {part.name}")
                 self._sums[part.stage].append(sums)
         for of, name, matrices in _vocabulary(held, program):
