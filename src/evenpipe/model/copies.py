@@ -70,13 +70,14 @@ class Copies:
         """
         others = {index: layer for index, layer in enumerate(self._layers) if index not in kept}
         # While buffers get their values, the other layers are the original ones: a rule may go through all layers.
-        kept_ones = (*others.values(), *self.whole.parameters())  # parameters have no storage
-        model = copied(self.whole, {id(one): one for one in kept_ones})
+        model = copied(self.whole, {id(layer): layer for layer in others.values()})
         restore_buffers(model, self._layers_name, kept)
         layers = layers_of(model, self._layers_name)
+        shared: dict[int, Any] = {}
+        if others:
+            shared = {id(part): part for layer in self._stripped for part in layer.children()}
         for index in others:
-            stripped = self._stripped[index]
-            layers[index] = copied(stripped, {id(part): part for part in stripped.children()})
+            layers[index] = copied(self._stripped[index], shared)
         return model
 
 
