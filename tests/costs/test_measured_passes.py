@@ -156,7 +156,7 @@ def test_measured_passes_hold_for_their_number_of_tensor_ranks(mode: str) -> Non
 @pytest.mark.parametrize("mode", ["vocab-2", "first-last"])
 def test_layers_whose_input_alone_is_kept_have_forwards_that_keep_nothing(mode: str) -> None:
     def forwards(given: Problem, checkpointing: str | tuple[str, ...]) -> Sequence[float]:
-        found = costs(given, mode=mode, checkpointing=checkpointing).F
+        found = costs(given, mode=mode, activation_checkpointing=checkpointing).F
         assert isinstance(found, tuple)
         return [time - (BESIDE["F"] if given.hardware.passes else 0.0) for time in found[1:3]]
 

@@ -243,11 +243,11 @@ WRONG = [
     ),
     ({"layers_per_stage": [1, 2]}, "layers_per_stage"),
     ({"optimizer": "lion"}, 'optimizer is "lion"; it must be one of adamw, muon, adafactor, sgd'),
-    ({"dp": 2, "ep": 2}, "expert_parallel is 2; it must be 1, since Qwen3ForCausalLM has no experts"),
+    ({"dp": 2, "ep": 2}, "ep is 2; it must be 1, since Qwen3ForCausalLM has no experts"),
 ]
 WRONG_WITH_EXPERTS = [
     ({"dp": 2, "ep": 2, "skew": 0.5}, "skew is 0.5; it must be a number of at least 1"),
-    ({"dp": 8, "ep": 8}, "expert_parallel is 8; it must be at most 4, the number of experts in"),
+    ({"dp": 8, "ep": 8}, "ep is 8; it must be at most 4, the number of experts in"),
     ({"dp": 2, "ep": 2, "kernels": "megatron", "skew": 1.5}, "skew is 1.5; it must be 1 with kernels"),
 ]
 

@@ -281,7 +281,7 @@ def test_what_changes_no_result_is_left_out_and_said() -> None:
     model.gradient_checkpointing_enable()
     compiled, recomputed = left_out(model)
     assert "compile() of model.layers.0 and 3 other modules is not taken over: compile_layers=True" in compiled
-    assert "gradient_checkpointing_enable() is not taken over: checkpointing='full'" in recomputed
+    assert "gradient_checkpointing_enable() is not taken over: activation_checkpointing='full'" in recomputed
     check_forward(describe(model))  # does not compile
     assert model.model.layers[0]._compiled_call_impl is not None
 

@@ -27,9 +27,9 @@ from transformers.models.mixtral import modeling_mixtral
 
 from evenpipe import OffloadOptions, Pipeline
 from evenpipe.errors import InputError
+from evenpipe.layers import compilation
 from evenpipe.layers.compilation import compile_layer
 from evenpipe.model import describe
-from evenpipe.runtime import device
 from evenpipe.schedule import add_recompute, add_slices, generate
 
 VOCABULARY, TOKENS, MICROBATCHES = 61, 8, 4
@@ -180,7 +180,7 @@ def faults_of_cases(cases: list[Case]) -> list[str]:
 def faults_of(case: Case) -> list[str]:
     """Return what is wrong with loss and gradients of a step, as the first process sees it."""
     compiled = partial(compile_layer, backend="aot_eager")
-    with patched(case.layers), mock.patch.object(device, "compile_layer", compiled):
+    with patched(case.layers), mock.patch.object(compilation, "compile_layer", compiled):
         pipeline = pipeline_of(case, MICROBATCHES)
         ids, labels, positions = batch(MICROBATCHES, 1 + pipeline.replica)
         torch.manual_seed(SEED)

@@ -140,7 +140,7 @@ def test_compiled_layers_keep_everything_in_pieces_of_sequences() -> None:
     }
     assert seen == {(False, "least"), (True, "none")}
     pieces = Recipe.of(pp=2, cp=2, activation_checkpointing="full")
-    assert "compile_layers is True; it must be False with checkpointing" in refusal(given, pieces)
+    assert "compile_layers is True; it must be False with activation_checkpointing" in refusal(given, pieces)
     assert refusal(given, replace(pieces, activation_checkpointing="none")) == ""
 
 

@@ -82,7 +82,7 @@ def test_a_plan_is_written_for_a_run(tmp_path: Path) -> None:
     base = {**model_tables(given.description, str(tmp_path)), "experts": {"columns": 1}}
     tables = planned_tables(given, found.best, base, "planned", "H100-80G")
     read = config_from_dict(tables)
-    assert (read.pipeline.processes, read.pipeline.replicas, read.pipeline.ep) == (16, 8, 4)
+    assert (read.pipeline.processes, read.pipeline.dp, read.pipeline.ep) == (16, 8, 4)
     beside = found.best.configuration.recipe.parallelism.experts
     assert (read.experts.columns, read.experts.arrivals) == (beside.columns, beside.arrivals)
     assert "dp8·ep4·pp2" in found.best.configuration.name

@@ -109,7 +109,8 @@ def left_out(model: nn.Module) -> list[str]:
         )
     if getattr(model, "is_gradient_checkpointing", False):
         sentences.append(
-            "model: its gradient_checkpointing_enable() is not taken over: checkpointing='full' recomputes layers"
+            "model: its gradient_checkpointing_enable() is not taken over: activation_checkpointing='full' recomputes"
+            " layers"
         )
     return sentences
 
