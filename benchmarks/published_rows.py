@@ -96,7 +96,7 @@ def _model(name: str) -> ModelBytes:
 def recipe_of(row: dict[str, str], layers: int) -> Recipe:
     """The recipe of a row. Raises InputError for what evenpipe has no word for."""
     schedule, _, in_flight = row["schedule"].partition(":")
-    options: dict[str, Any] = {"memory_limit": int(in_flight) * int(row["pp"])} if in_flight else {}
+    options: dict[str, Any] = {"max_in_flight": int(in_flight) * int(row["pp"])} if in_flight else {}
     if schedule == "interleaved":
         options["stages_per_device"] = int(row["stages_per_device"])
     if row["layers_per_stage"]:

@@ -158,7 +158,7 @@ class Evenpipe(_Stepwise):
 
     def step(self, batch: Tensor) -> Any:
         result = self._pipeline.step(batch)
-        self._pipeline.clip_gradients(CLIP)
+        self._pipeline.clip_grad_norm_(CLIP)
         assert self._optimizer is not None
         self._optimizer.step()
         self._pipeline.zero_grad()

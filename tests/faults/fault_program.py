@@ -75,7 +75,7 @@ def train(case: Case, folder: Path) -> int:
             with trap.armed("step"), trap.armed("wait"), trap.armed("issue"):
                 result = trained.step(ids)
             assert result.loss > 0
-            trained.clip_gradients(1.0)
+            trained.clip_grad_norm_(1.0)
             with trap.armed("optimizer"):
                 optimizer.step()
             trained.zero_grad()
