@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from evenpipe.communication.nccl import NcclOptions as NcclOptions
     from evenpipe.experts.overlap import ExpertOptions as ExpertOptions
     from evenpipe.host.optimizer import HostAdamW as HostAdamW
+    from evenpipe.model.edge import EdgeTensor as EdgeTensor
     from evenpipe.optimizers.adafactor import Adafactor as Adafactor
     from evenpipe.optimizers.muon import Muon as Muon
     from evenpipe.processes.launcher import launch as launch
@@ -36,6 +37,7 @@ _PUBLIC = {
     "Adafactor": "evenpipe.optimizers.adafactor",
     "BatchShape": "evenpipe.recipe.batch_shape",
     "Callback": "evenpipe.train.callbacks",
+    "EdgeTensor": "evenpipe.model.edge",
     "ExpertOptions": "evenpipe.experts.overlap",
     "HostAdamW": "evenpipe.host.optimizer",
     "LossOptions": "evenpipe.vocabulary",

@@ -107,7 +107,7 @@ def run_in_bf16(configuration: Configuration) -> None:
         initialize(stage, description, seed=0)
         StageParameters(stage, torch.bfloat16).refresh()
         received = hidden.detach().requires_grad_()
-        hidden = stage(received, positions)
+        hidden = stage(received, position_ids=positions)
         hidden.float().square().sum().backward()
         assert hidden.isfinite().all() and received.grad.isfinite().all(), f"{configuration}: layers {first} to {last}"
 

@@ -23,6 +23,7 @@ from evenpipe.host.copies import Move, Ticket
 from evenpipe.host.offload import Activations
 from evenpipe.host.pool import HostPool
 from evenpipe.layers.weight_gradients import WeightGradients, split_layers
+from evenpipe.model import EdgeSpec, EdgeTensor
 from evenpipe.parallel.parameters import Matrix
 from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.inputs import IGNORE_INDEX
@@ -97,6 +98,8 @@ class Stage(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(1 + torch.rand(HIDDEN, dtype=torch.float64))
         self.linear = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
+
+    incoming = outgoing = EdgeSpec((EdgeTensor("hidden", ("sequences", "tokens", HIDDEN), torch.float64),))
 
     def forward(self, hidden: Tensor, position_ids: object = None, attention_mask: object = None) -> Tensor:
         return hidden + torch.tanh(self.linear(hidden * self.scale))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from evenpipe.errors import InputError
 from evenpipe.model.config import check_sizes, read_config
+from evenpipe.model.edge import SEQUENCES, TOKENS, EdgeSpec, EdgeTensor
 from evenpipe.model.interface import counted_positions, probe_counted_positions, probe_position_rows, takes
 from evenpipe.model.live import Attributes, changed_attributes, check_wrappers, set_attributes
 from evenpipe.model.logits import forward_of_logits, probe_logits
@@ -60,6 +61,8 @@ class Description:
     changed: Attributes = field(default_factory=dict, repr=False)
     """What its modules have set otherwise than its config says; part of the skeleton and of every stage."""
     trust_remote_code: bool = False
+    beside: tuple[EdgeTensor, ...] = ()
+    """What layers hand on to each other besides the hidden states."""
 
     @property
     def layers(self) -> int:
@@ -146,6 +149,14 @@ class Description:
             return None
         assert self.padding_index is not None
         return counted_positions(token_ids, self.padding_index)
+
+    def edge(self, layer: int, dtype: torch.dtype) -> EdgeSpec:
+        """Return what is handed on in front of a layer, or behind the last one, with hidden states in `dtype`.
+
+        The first layer gets hidden states only, and of what the last one returns only they are used.
+        """
+        hidden = EdgeTensor("hidden", (SEQUENCES, TOKENS, self.hidden_size), dtype)
+        return EdgeSpec((hidden, *(self.beside if 0 < layer < self.layers else ())))
 
     def layer(self, index: int) -> nn.Module:
         """Return one layer of the skeleton."""
@@ -287,7 +298,7 @@ def _changes(live: PreTrainedModel, skeleton: PreTrainedModel) -> Attributes:
 def check_compute_dtype(description: Description, compute_dtype: torch.dtype) -> None:
     """Check that layers return hidden states in the dtype that travels between stages. Mamba's may return fp32.
 
-    The first step finds the other cases (`check_returned`).
+    The first step finds the other cases (`EdgeSpec.check`).
 
     Raises:
         InputError: they return another dtype; the sentence names the config's option that causes it.

@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 from evenpipe.errors import InputError
 from evenpipe.model.copies import copies
 from evenpipe.model.description import Description
-from evenpipe.model.interface import check_returned
 from evenpipe.model.modules import ModuleStage, Part
 from evenpipe.model.packed_rows import nothing_packed
 from evenpipe.model.placement import TensorPlacement
@@ -108,6 +107,8 @@ class Stage(nn.Module):
         self.first, self.last, self.is_first, self.is_last = part.first, part.last, part.is_first, part.is_last
         structure = description.structure
         self.held, self.tensor_ranks = part.held, part.tensor_ranks
+        self.incoming = description.edge(part.first, part.compute_dtype)
+        self.outgoing = description.edge(part.last, part.compute_dtype)
         self.layer_argument = structure.layer_argument
         relay = self._relay = Relay(structure.layer_argument)
         own = range(part.first, part.last)
@@ -174,6 +175,7 @@ class Stage(nn.Module):
     def forward(
         self,
         hidden: torch.Tensor,
+        *,
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         router_logits: list[torch.Tensor] | None = None,
@@ -194,8 +196,8 @@ class Stage(nn.Module):
         Returns: the last local layer's output; on the last stage the output layer's input (after the norm).
 
         Raises:
-            InputError: the model's forward does not take an argument; or, on the first call, the result differs from
-                `hidden` in shape or dtype.
+            InputError: the model's forward does not take an argument; or, on the first call, the result is not what
+                `outgoing` says.
         """
         if self.first == self.last and not self.is_first and not self.is_last:
             return hidden
@@ -222,7 +224,8 @@ class Stage(nn.Module):
             if self.finish is not None:
                 result = self.finish(result)
             if not self._result_checked:
-                check_returned(self._name(), result, self._rows_of(hidden))
+                ranks = self.tensor_ranks if self.is_first else 1
+                self.outgoing.check(self._name(), (result,), hidden.shape[0], hidden.shape[1] // ranks)
                 self._result_checked = True
             return result
         finally:
@@ -233,10 +236,6 @@ class Stage(nn.Module):
         batch, length, width = hidden.shape
         rows = 1 if self.is_first else self.tensor_ranks
         return hidden.new_zeros((batch, length * rows, width), requires_grad=False)
-
-    def _rows_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return hidden states of the form of the result."""
-        return hidden[:, : hidden.shape[1] // self.tensor_ranks] if self.is_first else hidden
 
     def _name(self) -> str:
         return f"The stage of layers [{self.first}, {self.last}) of {type(self.whole).__name__}"

@@ -22,6 +22,7 @@ from evenpipe.layers.checkpointing import check_choices
 from evenpipe.layers.random_state import Draws
 from evenpipe.model import (
     Description,
+    EdgeTensor,
     Origin,
     as_stored,
     check_compute_dtype,
@@ -59,6 +60,7 @@ from evenpipe.runtime.batch import count_weight, cut, distribute
 from evenpipe.runtime.device import Builder, LayerOptions, SharedLayers, Weights
 from evenpipe.runtime.expert_group import count_choices, spread_experts
 from evenpipe.runtime.gradient_hooks import call_hooks, lost_hooks, set_aside
+from evenpipe.runtime.hops import check_edges
 from evenpipe.runtime.inputs import Divisor, Inputs
 from evenpipe.runtime.pieces import make_cutter
 from evenpipe.runtime.replicas import Replicas
@@ -226,18 +228,28 @@ class Pipeline(SpreadModel):
         layers: Sequence[nn.Module],
         norm: nn.Module | None,
         head: nn.Linear,
+        *,
+        beside: Sequence[EdgeTensor] = (),
         **options: Any,
     ) -> Pipeline:
         """Make a pipeline of plain modules; their weights are copied.
+
+        Layers may hand on further tensors besides the hidden states, each with a shape and dtype of its own:
+
+            beside = [EdgeTensor("memory", ("sequences", "tokens", 16), torch.float64)]
+
+        Then each layer returns the tuple (hidden, memory), and the next one is called with both. The first layer is
+        called with the hidden states only, and of what the last one returns only they are used.
 
         Args:
             embedding: weight [vocabulary, hidden_size].
             layers: each takes and returns hidden states [batch, sequence, hidden_size].
             norm: applied between the last layer and the head, or None.
             head: hidden_size -> vocabulary; tied if its weight is the embedding's.
+            beside: the tensors that layers return behind the hidden states, in order.
             options: as for `Pipeline`.
         """
-        return cls(describe_modules(embedding, layers, norm, head), **options)
+        return cls(describe_modules(embedding, layers, norm, head, beside), **options)
 
     # --- building --------------------------------------------------------------------------------------------
 
@@ -292,6 +304,7 @@ class Pipeline(SpreadModel):
             expert_shards=groups.expert_replicas if self._sharded else None,
             ranks=SharedLayers(self._tensor, self._experts, self._load, self._pieces is not None),
         ).build()
+        check_edges(self._held.stages, self.layout.program.placement.edges, groups)
         router_loss = self.description.router_loss
         self._router_losses = None
         if router_loss is not None:
