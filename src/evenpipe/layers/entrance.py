@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 
 class StageGraph:
@@ -24,50 +24,52 @@ class StageGraph:
     __slots__ = ("_anchor", "_edges", "_gradients")
 
     def __init__(self, anchor: Tensor) -> None:
-        """anchor: an empty tensor that requires a gradient, so that operations on the input have a graph."""
+        """anchor: an empty tensor that requires a gradient, so that operations on inputs have a graph."""
         self._anchor = anchor
-        self._edges: list[GradientEdge | None] = []
-        self._gradients: list[Tensor | None] = []
+        self._edges: list[Any] = []
+        """For each output, where its graph begins; None: it has none."""
+        self._gradients: list[list[Tensor]] = []
+        """For each input, a list for its gradient."""
 
-    def enter(self, inputs: Sequence[Tensor], have_gradients: Sequence[bool]) -> list[Tensor]:
+    def enter(self, inputs: Sequence[Tensor], differentiable: Sequence[int]) -> list[Tensor]:
         """Return the inputs for the layers, which may change them in place: they share memory with `inputs`, and
         autograd notices if something else needs those as they were. Only the graph keeps them.
 
-        have_gradients: of which inputs the backward returns a gradient.
+        differentiable: places of the inputs of which the backward returns a gradient.
         """
-        gradients = self._gradients = [None] * sum(have_gradients)
-        places = iter(range(len(gradients)))
-        return [
-            _Entrance.apply(self._anchor, tensor, gradients, next(places)) if has_gradient else tensor
-            for tensor, has_gradient in zip(inputs, have_gradients, strict=True)
-        ]
+        entered = [*inputs]
+        for place in differentiable:
+            gradient: list[Tensor] = []
+            entered[place] = _Entrance.apply(self._anchor, inputs[place], gradient)
+            self._gradients.append(gradient)
+        return entered
 
     def leave(self, outputs: Iterable[Tensor]) -> None:
         """Keep what the backward from these outputs needs."""
-        # Those without a gradient depend neither on an input nor on a parameter.
-        self._edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+        for output in outputs:  # those without a gradient depend neither on an input nor on a parameter
+            self._edges.append(get_gradient_edge(output) if output.requires_grad else None)
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Run the backward, once, from a gradient for each output. Return the inputs' gradients; None for those on
-        which no output depends."""
+        """Run the backward, once, from a gradient for each output. Return those of the differentiable inputs;
+        None where no output depends on one."""
         edges, self._edges = self._edges, []
-        pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if edge is not None]
-        if pairs:
-            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
-        of_inputs = self._gradients.copy()
-        self._gradients.clear()
-        return of_inputs
+        if None in edges:
+            gradients = [gradient for edge, gradient in zip(edges, gradients, strict=True) if edge is not None]
+            edges = [edge for edge in edges if edge is not None]
+        if edges:
+            torch.autograd.backward(edges, gradients)
+        return [gradient.pop() if gradient else None for gradient in self._gradients]
 
 
 class _Entrance(torch.autograd.Function):
     """An input of a stage, whose gradient goes into a list."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, gradients: list[Tensor | None], place: int) -> Tensor:
-        ctx.gradients, ctx.place = gradients, place
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, gradients: list[Tensor]) -> Tensor:
+        ctx.gradients = gradients
         return tensor.detach()  # no view: autograd lets nobody change a view in place that a function returned
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        ctx.gradients[ctx.place] = gradient
-        return None, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.gradients.append(gradient)
+        return None, None, None

@@ -357,7 +357,7 @@ class Bench:
         if self._exchange is not None:
             self._exchange.repeats = keep_all or self._repeats
         with self._passing(name):
-            output = self._run(*graph.enter((hidden,), (True,)))
+            output = self._run(*graph.enter((hidden,), (0,)))
         if self._exchange is not None:
             self._exchange.repeats = False
         self._switch.off = False

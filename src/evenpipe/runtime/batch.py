@@ -80,12 +80,16 @@ class Microbatch:
     ) -> tuple[Tensor, ...]:
         """Return what a stage, of this number, makes of its inputs for this microbatch."""
         sight = self.sight
+        if self.position_ids is not None:
+            options["position_ids"] = self.position_ids
         if sight is None:
-            output = module(*inputs, position_ids=self.position_ids, attention_mask=self.attention_mask, **options)
+            if self.attention_mask is not None:
+                options["attention_mask"] = self.attention_mask
+            output = module(*inputs, **options)
         else:
             carried = None if self.carries is None else self.carries.exchange(stage, self.slice, sight.exchange)
             with seeing(sight if carried is None else replace(sight, exchange=carried)):
-                output = module(*inputs, position_ids=self.position_ids, **options)
+                output = module(*inputs, **options)
             if carried is not None:
                 carried.end_forward()
         return output if isinstance(output, tuple) else (output,)

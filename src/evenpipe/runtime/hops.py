@@ -79,22 +79,14 @@ class Hops:
         }
 
     def begin(self, row: Row, batch: Batch) -> None:
-        """Start a step."""
-        self._row = row
-        self._microbatches = batch.microbatches
-
-    def end(self) -> None:
-        """End a step."""
-        self._microbatches = ()
-
-    def sizes(self, form: EdgeTensor, unit: int) -> list[int]:
-        """Return the shape of a tensor of this process for one unit."""
-        sequences, tokens = self._microbatches[unit].token_ids.shape
-        return form.sizes(sequences, tokens // self._transport.tensor_ranks)
+        """Start a step. `sizes`: by unit, sequences and tokens of this process."""
+        self._row, ranks = row, self._transport.tensor_ranks
+        shapes = [microbatch.token_ids.shape for microbatch in batch.microbatches]
+        self.sizes = [(sequences, tokens // ranks) for sequences, tokens in shapes]
 
     def buffer(self, form: EdgeTensor, unit: int, make: Callable[..., Tensor] = torch.empty) -> Tensor:
-        """Return a new one."""
-        return make(self.sizes(form, unit), dtype=form.dtype, device=self._transport.torch_device)
+        """Return a new tensor of this process for one unit."""
+        return make(form.sizes(*self.sizes[unit]), dtype=form.dtype, device=self._transport.torch_device)
 
     def _send(self, item: Transfer) -> None:
         communicator, peer = self._transport.communicator(item), self._transport.ranks[item.members[1]]

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -23,6 +25,7 @@ from evenpipe.layers.checkpointing import Switch
 from evenpipe.layers.entrance import StageGraph
 from evenpipe.layers.random_state import Draws, RandomState
 from evenpipe.layers.weight_gradients import WeightGradients
+from evenpipe.model import EdgeTensor
 from evenpipe.parallel.running import Running
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.batch import Batch, Microbatch
@@ -52,6 +55,9 @@ class StageModule(HasEdges, Protocol):
         ...
 
 
+_NOT_SAVING = nullcontext()
+
+
 @dataclass(slots=True)
 class _Forwarded:
     """The data that F leaves for the backward of the same stage and unit."""
@@ -62,6 +68,27 @@ class _Forwarded:
     """None until R has run."""
     random_state: RandomState | None = None
     """State before F, if R must draw the same numbers again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """What the walker looks up about a stage in every pass."""
+
+    received: int
+    """Number of tensors of an edge that leads to it."""
+    differentiable: Sequence[int]
+    """Places of those with a gradient."""
+    gradients: Sequence[EdgeTensor]
+    """What it sends back along each such edge."""
+    returned: Sequence[bool]
+    """Whether the tensors that it returns have gradients."""
+
+    @classmethod
+    def of(cls, stage: HasEdges) -> _Ends:
+        received = stage.incoming.tensors
+        places = [place for place, form in enumerate(received) if form.has_gradient]
+        returned = [bool(form.has_gradient) for form in stage.outgoing.tensors]
+        return cls(len(received), places, stage.incoming.gradients, returned)
 
 
 class Walker:
@@ -105,12 +132,9 @@ class Walker:
         self._embedding = embedding
         self._output = output
         self._vocabulary_passes = vocabulary_passes
-        self._transport = transport
+        self._hidden_size, self._hidden_dtype = transport.hidden_size, transport.hidden_dtype
         self._torch_device = transport.torch_device
-        self._have_gradients = {
-            stage: [bool(form.has_gradient) for form in module.incoming.tensors] for stage, module in stages.items()
-        }
-        """By stage, of what an edge that leads to it carries."""
+        self._ends = {stage: _Ends.of(module) for stage, module in stages.items()}
         self._weight_gradients = WeightGradients() if weight_gradients is None else weight_gradients
         self._checkpointing = Switch() if checkpointing is None else checkpointing
         self._replicas = replicas
@@ -132,8 +156,8 @@ class Walker:
         self._vocabulary = VocabularyPasses(self._values, embedding, output, transport, device=device)
         self._pass_handlers: dict[Kind, Callable[[Pass], None]] = {
             Kind.F: self._forward,
-            Kind.B: self._backward,
-            Kind.I: self._input_gradient,
+            Kind.B: partial(self._backward, split=False),
+            Kind.I: partial(self._backward, split=True),
             Kind.W: self._weight_gradient,
             Kind.R: self._recompute,
             Kind.O: self._offload,
@@ -231,7 +255,6 @@ class Walker:
     def _end(self) -> None:
         """End a step: nothing of the batch is kept."""
         self._microbatches = ()
-        self._hops.end()
         self._values.recording = None
         self._vocabulary.end()
         if self._embedding is not None:
@@ -255,8 +278,8 @@ class Walker:
         if stage == self._row.first_stage:
             assert self._embedding is not None
             rows = inputs.pop() if self._vocabulary_passes else self._embedding.rows(unit)
-            placed = self._embedding.place(rows, unit)
-            inputs.append(placed.view(*self._microbatches[unit].token_ids.shape, placed.shape[-1]))
+            sequences, _ = self._hops.sizes[unit]
+            inputs.append(self._embedding.place(rows, unit).view(sequences, -1, self._hidden_size))
         key = (stage, unit)
         if not self._gradients:
             outputs = self._call(stage, unit, inputs)
@@ -271,8 +294,7 @@ class Walker:
         for edge in self._row.after[stage]:
             self._values.put((edge, unit), *(output.detach().contiguous() for output in outputs), *along)
         if stage == self._row.last_stage:
-            (result,) = outputs
-            hidden = result.detach().flatten(0, -2)
+            hidden = outputs[0].detach().reshape(-1, self._hidden_size)
             if self._vocabulary_passes:
                 self._values.put((TransferKind.X, unit), hidden.contiguous())
             else:
@@ -313,23 +335,25 @@ class Walker:
         """Run the stage on its inputs; keep its graph for the backward, which keeps of the inputs what it needs. Return
         the outputs."""
         key = (stage, unit)
-        saving: AbstractContextManager[None] = nullcontext()
+        saving: AbstractContextManager[None] = _NOT_SAVING
         if self._row.moves_graph(key):
             assert self._activations is not None
             saving = self._activations.saving(key, self._staying(stage, unit))
         forwarded.inputs = ()
+        ends = self._ends[stage]
         self._weight_gradients.under_way = key if key in self._row.split else None
         self._checkpointing.off = key in self._row.recomputed
         self._running.repeats = key in self._row.recomputed
         graph = forwarded.graph = StageGraph(self._anchor)
         with saving:
-            have_gradients = self._have_gradients[stage] * max(1, len(self._row.before[stage]))
-            outputs = self._call(stage, unit, graph.enter(inputs, have_gradients))
+            places = ends.differentiable
+            if len(inputs) > ends.received:  # from several stages
+                places = [first + place for first in range(0, len(inputs), ends.received) for place in places]
+            outputs = self._call(stage, unit, graph.enter(inputs, places))
         self._checkpointing.off = False
         self._running.repeats = False
         self._weight_gradients.under_way = None
-        forms = self._stages[stage].outgoing.tensors
-        graph.leave(output for output, form in zip(outputs, forms, strict=True) if form.has_gradient)
+        graph.leave(compress(outputs, ends.returned))
         self._forwarded[key] = forwarded
         return outputs
 
@@ -356,54 +380,48 @@ class Walker:
         with random_state.restored():
             self._forward_with_graph(forwarded, stage, unit, inputs)
 
-    def _backward(self, item: Pass) -> None:
-        self._gradients_of_stage(item, split=False)
-
-    def _input_gradient(self, item: Pass) -> None:
-        self._gradients_of_stage(item, split=True)
-
-    def _gradients_of_stage(self, item: Pass, *, split: bool) -> None:
+    def _backward(self, item: Pass, *, split: bool) -> None:
         """B, or I, which leaves the weight gradients of linear layers and of a whole output layer to W."""
         stage, unit = self._row.place(item)
-        module, microbatch = self._stages[stage], self._microbatches[unit]
-        gradients: list[Tensor] = []
+        ends, microbatch = self._ends[stage], self._microbatches[unit]
+        gradients: Sequence[Tensor] = ()
         along: list[Tensor] = []
         for edge in self._row.after[stage]:
-            of_edge = [*self._values.take((edge[::-1], unit))]
+            received: Sequence[Tensor] = self._values.take((edge[::-1], unit))
             if self._router_losses is not None:
-                along.append(of_edge.pop())
-            gradients = [*map(torch.add, gradients, of_edge)] if gradients else of_edge
+                *received, probabilities = received
+                along.append(probabilities)
+            gradients = [*map(torch.add, gradients, received)] if gradients else received
         if stage == self._row.last_stage and self._vocabulary_passes:
-            gradients += self._values.take((TransferKind.DX, unit))
+            gradients = self._values.take((TransferKind.DX, unit))
         if self._router_losses is not None:
             along = [self._router_losses.before_backward(unit, *along)]
         if self._row.moves_graph((stage, unit)):
             self._come_back(item)
         self._values.ready()
         if stage == self._row.last_stage:
-            (form,) = module.outgoing.tensors
-            hidden_gradient = gradients.pop() if self._vocabulary_passes else self._whole_output_gradient(unit, split)
-            gradients = [hidden_gradient.to(form.dtype).view(self._hops.sizes(form, unit))]
+            (hidden_gradient,) = gradients or (self._whole_output_gradient(unit, split),)
+            gradients = (hidden_gradient.to(self._hidden_dtype).view(*self._hops.sizes[unit], self._hidden_size),)
             del hidden_gradient
         graph = self._forwarded.pop((stage, unit)).graph
         assert graph is not None
         if split:
             self._weight_gradients.begin((stage, unit))
         self._running.place = (stage, unit)
-        of_inputs = graph.backward(gradients)
+        of_inputs = iter(graph.backward(gradients))
         self._weight_gradients.under_way = None
         if microbatch.carries is not None:
             microbatch.carries.end_backward(stage, microbatch.slice)
-        forms = module.incoming.gradients
-        for number, edge in enumerate(self._row.before[stage]):
-            due = of_inputs[number * len(forms) : (number + 1) * len(forms)]
-            sent = [  # the stage before this one awaits gradients even where nothing depends on its outputs
-                self._hops.buffer(form, unit, torch.zeros) if gradient is None else gradient.contiguous()
-                for form, gradient in zip(forms, due, strict=True)
-            ]
+        for edge in self._row.before[stage]:
+            sent = []
+            for form in ends.gradients:
+                gradient = next(of_inputs)
+                if gradient is None:  # a stage before this one awaits one all the same
+                    gradient = self._hops.buffer(form, unit, torch.zeros)
+                sent.append(gradient.contiguous())
             self._values.put((edge[::-1], unit), *sent, *along)
         if stage == self._row.first_stage:
-            self._gradient_of_rows(of_inputs[0], unit)
+            self._gradient_of_rows(next(of_inputs), unit)
 
     def _whole_output_gradient(self, unit: int, split: bool) -> Tensor:
         """Run the backward of the whole output layer, as part of the last stage's B or I."""
@@ -418,8 +436,9 @@ class Walker:
         if gradient is None:
             if not self._vocabulary_passes:
                 return
-            gradient = self._transport.rows(self._microbatches[unit].tokens).zero_()
-        rows_gradient = self._embedding.pick(gradient.flatten(0, -2), unit)
+            shape = (self._microbatches[unit].tokens, self._hidden_size)
+            gradient = torch.zeros(shape, dtype=self._hidden_dtype, device=self._torch_device)
+        rows_gradient = self._embedding.pick(gradient.reshape(-1, self._hidden_size), unit)
         if self._vocabulary_passes:
             self._values.put((TransferKind.ROW_GRADIENTS, unit), rows_gradient)
         else:
