@@ -16,13 +16,16 @@ from unittest import mock
 import pytest
 import reference
 import torch
+import transformers
+from families import COMMON, GROUPED, whole_model
 from harness import check_cases, run_processes
 from torch import Tensor, nn
 from torch.nn import functional
 
 from evenpipe import EdgeTensor, InputError, OffloadOptions, Pipeline
 from evenpipe.layers.compilation import compile_layer
-from evenpipe.model import describe_modules
+from evenpipe.memory.traced import StageTracer, Tracing
+from evenpipe.model import describe, describe_modules, gradient_errors
 from evenpipe.runtime import device
 from evenpipe.schedule import add_recompute, generate
 
@@ -151,7 +154,69 @@ def test_gradients_are_those_of_one_process(sample) -> None:
     check_cases(faults_of_cases, sample(CASES, 6))
 
 
+ZAYA = {
+    **GROUPED,
+    "moe_intermediate_size": 32,
+    "router_hidden_size": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 1,
+    "pad_token_id": 0,
+}
+OPT = {**COMMON, "ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False, "dropout": 0.0}
+FAMILIES = [
+    ("zaya", ZAYA, 2, {"schedule": "zbv", "checkpointing": "full"}),
+    ("zaya", ZAYA, 2, {"schedule": "interleaved", "layers_per_stage": [0, 3, 1, 0], "offload": HOST}),
+    ("zaya", ZAYA, 4, {"replicas": 2, "expert_parallel": 2}),
+    ("opt", OPT, 4, {"schedule": "zb-h1", "checkpointing": "full"}),
+    ("opt", OPT, 4, {"tensor_parallel": 2, "layers_per_stage": [4, 0]}),
+    ("opt", OPT, 2, {"vocabulary": "first-last", "layers_per_stage": [0, 4]}),
+]
+
+
+def family_is_trained(model_type: str, settings: dict[str, Any], options: dict[str, Any]) -> None:
+    """Zaya's layers hand a second tensor on; OPT 350m has hidden states wider than the embedding."""
+    config = transformers.AutoConfig.for_model(model_type, **settings)
+    config._experts_implementation = "eager"  # the grouped product of experts takes no fp64
+    model = whole_model(config)
+    pipeline = Pipeline(model, parameter_dtype=torch.float64, microbatches=2, **options)
+    data = [
+        reference.batches(settings["vocab_size"], 4, TOKENS, 1, seed=1 + one)[0] for one in range(pipeline.replicas)
+    ]
+    loss, gradients = float(pipeline.step(*data[pipeline.replica]).loss), pipeline.full_gradients()
+    pipeline.close()
+    if torch.distributed.get_rank() == 0:
+        ids, labels = (torch.cat(parts) for parts in zip(*data, strict=True))
+        expected = reference.train(model, [(ids, labels)])
+        assert loss == pytest.approx(expected.losses[0], rel=1e-10)
+        errors = gradient_errors({name: gradients[name] for name in expected.gradients}, expected.gradients)
+        assert max(errors.values()) <= TOLERANCE[torch.float64], errors
+
+
+@pytest.mark.parametrize(("model_type", "settings", "processes", "options"), FAMILIES)
+@pytest.mark.sampled(2)
+def test_families(model_type: str, settings: dict[str, Any], processes: int, options: dict[str, Any]) -> None:
+    run_processes(family_is_trained, processes, model_type, settings, options)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refused_on_tensor_ranks() -> None:
+    model = whole_model(transformers.AutoConfig.for_model("zaya", **ZAYA))
+    with pytest.raises(InputError, match="tensor_parallel is 2; it must be 1 for 2 stages of ZayaForCausalLM"):
+        Pipeline(model, microbatches=2, tensor_parallel=2, self_check=False)
+
+
+def test_a_second_tensor_does_not_travel_between_tensor_ranks() -> None:
+    run_processes(refused_on_tensor_ranks, 4)
+
+
+def test_estimates_of_memory_know_hidden_states_only() -> None:
+    tracing = Tracing(sequence=TOKENS, compute_dtype=torch.float32)
+    for model_type, settings in (("zaya", ZAYA), ("opt", OPT)):
+        description = describe(transformers.AutoConfig.for_model(model_type, **settings))
+        with pytest.raises(InputError, match="memory is estimated only for hidden states as wide as the embedding"):
+            StageTracer(description, tracing)
 
 
 def refused_by_processes() -> None:

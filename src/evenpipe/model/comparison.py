@@ -255,30 +255,31 @@ def _in_pieces(
     }
     embedding = weights[small.embedding_name]
     stages: list[Stage | ModuleStage] = []
-    inputs: list[torch.Tensor] = []
-    outputs: list[torch.Tensor] = []
+    inputs: list[list[torch.Tensor]] = []
+    outputs: list[list[torch.Tensor]] = []
     behind: list[Callable[[], None]] = []
-    hidden = functional.embedding(tokens, embedding, padding_idx=small.padding_index)
+    passed = [functional.embedding(tokens, embedding, padding_idx=small.padding_index)]
     torch.default_generator.manual_seed(SEED)
     for first, last in itertools.pairwise(bounds):
         stage = build_stage(small, first, last, is_first=first == 0, is_last=last == small.layers, dtype=dtype)
         copy_parameters(stage, small)
         if split is not None:
             behind.append(split(stage))
-        inputs.append(hidden if not stages else hidden.detach().requires_grad_())
-        entered = inputs[-1].clone()  # may be changed in place
+        inputs.append(passed if not stages else [one.detach().requires_grad_() for one in passed])
+        entered = [one.clone() for one in inputs[-1]]  # may be changed in place
         recorded: dict[str, list] = {} if router is None else {"router_logits": []}
-        hidden = stage(entered, attention_mask=mask, **positions, **recorded)
+        returned = stage(*entered, attention_mask=mask, **positions, **recorded)
+        passed = list(returned) if isinstance(returned, tuple) else [returned]
         if router is not None:
             totals, probabilities = router.add(totals, recorded["router_logits"], mask)
             routed.append(probabilities)
         stages.append(stage)
-        outputs.append(hidden)
-    loss = loss_of_hidden(small, weights, hidden, labels, logits_dtype)
+        outputs.append(passed)
+    loss = loss_of_hidden(small, weights, passed[0], labels, logits_dtype)
     for index in range(len(stages) - 1, -1, -1):
         is_last = index == len(stages) - 1
-        roots = [loss if is_last else outputs[index]]
-        given = [torch.ones_like(loss) if is_last else inputs[index + 1].grad]
+        roots = [loss] if is_last else [*outputs[index]]
+        given = [torch.ones_like(loss)] if is_last else [one.grad for one in inputs[index + 1]]
         if router is not None:
             roots.append(routed[index])
             given.append(router.gradient(totals, 1.0))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from evenpipe.errors import InputError
 from evenpipe.model.config import check_sizes, read_config
-from evenpipe.model.edge import SEQUENCES, TOKENS, EdgeSpec, EdgeTensor
+from evenpipe.model.edge import EdgeSpec, hidden_of_width
 from evenpipe.model.interface import counted_positions, probe_counted_positions, probe_position_rows, takes
 from evenpipe.model.live import Attributes, changed_attributes, check_wrappers, set_attributes
 from evenpipe.model.logits import forward_of_logits, probe_logits
@@ -61,8 +61,6 @@ class Description:
     changed: Attributes = field(default_factory=dict, repr=False)
     """What its modules have set otherwise than its config says; part of the skeleton and of every stage."""
     trust_remote_code: bool = False
-    beside: tuple[EdgeTensor, ...] = ()
-    """What layers hand on to each other besides the hidden states."""
 
     @property
     def layers(self) -> int:
@@ -150,13 +148,19 @@ class Description:
         assert self.padding_index is not None
         return counted_positions(token_ids, self.padding_index)
 
-    def edge(self, layer: int, dtype: torch.dtype) -> EdgeSpec:
-        """Return what is handed on in front of a layer, or behind the last one, with hidden states in `dtype`.
+    def edge(self, layer: int, dtype: torch.dtype, *, outer: bool = False) -> EdgeSpec:
+        """Return what is handed on in front of a layer, or behind the last one, in a computation in `dtype`.
 
         The first layer gets hidden states only, and of what the last one returns only they are used.
+
+        outer: what comes in front of the operations before all layers, rows of the embedding; or behind those after
+            them, the input of the head.
         """
-        hidden = EdgeTensor("hidden", (SEQUENCES, TOKENS, self.hidden_size), dtype)
-        return EdgeSpec((hidden, *(self.beside if 0 < layer < self.layers else ())))
+        if outer:
+            return EdgeSpec((hidden_of_width(self.hidden_size).computed_in(dtype),))
+        structure = self.structure
+        handed_on = structure.handed_on[: None if layer < self.layers else 1] if layer else (structure.entering,)
+        return EdgeSpec(tuple(tensor.computed_in(dtype) for tensor in handed_on))
 
     def layer(self, index: int) -> nn.Module:
         """Return one layer of the skeleton."""
@@ -308,7 +312,8 @@ def check_compute_dtype(description: Description, compute_dtype: torch.dtype) ->
     model_class, layers_name = type(description.skeleton), description.structure.layers_name
     returned = output_of_first_layer(description.config, model_class, layers_name, compute_dtype)
     returned = returned[0] if isinstance(returned, (tuple, list)) else returned
-    if not isinstance(returned, torch.Tensor) or returned.dtype == compute_dtype:
+    wanted = description.edge(1, compute_dtype).tensors[0].dtype
+    if not isinstance(returned, torch.Tensor) or returned.dtype == wanted:
         return
     settings = vars(description.config.get_text_config()).items()
     options = [name for name, value in settings if value is True and "fp32" in name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,31 +30,47 @@ class EdgeTensor:
     """For messages."""
     shape: tuple[int | str, ...]
     """Sizes; "sequences" and "tokens" are those of a microbatch."""
-    dtype: torch.dtype
+    dtype: torch.dtype | None = None
+    """None: that of the computation."""
     has_gradient: bool | None = None
     """Whether its gradient travels back; default: that of a floating-point tensor does. Layers must return a tensor
     that has none detached."""
+    widens: bool = False
+    """Whether it has the dtype of the computation if that is wider than `dtype`."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dtype, torch.dtype):
-            raise refused(f"dtype of {self.name}", self.dtype, "a torch.dtype")
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            raise refused(f"dtype of {self.name}", self.dtype, "a torch.dtype or None")
         for size in self.shape:
             if size not in (SEQUENCES, TOKENS) and (not isinstance(size, int) or size < 1):
                 raise refused(f"shape of {self.name}", self.shape, f'sizes of at least 1, "{SEQUENCES}" and "{TOKENS}"')
-        is_float = self.dtype.is_floating_point
-        if self.has_gradient and not is_float:
+        if self.has_gradient and not self._is_float:
             raise refused(f"has_gradient of {self.name}", True, f"False for {self.dtype}")
         if self.has_gradient is None:
-            object.__setattr__(self, "has_gradient", is_float)
+            object.__setattr__(self, "has_gradient", self._is_float)
+
+    @property
+    def _is_float(self) -> bool:
+        return self.dtype is None or self.dtype.is_floating_point
 
     def __str__(self) -> str:
-        without = "" if self.has_gradient == self.dtype.is_floating_point else " without gradient"
-        return f"{self.name} [{', '.join(map(str, self.shape))}] {self.dtype}{without}"
+        without = "" if self.has_gradient == self._is_float else " without gradient"
+        dtype = "" if self.dtype is None else f" {self.dtype}"
+        return f"{self.name} [{', '.join(map(str, self.shape))}]{dtype}{without}"
+
+    def computed_in(self, dtype: torch.dtype) -> EdgeTensor:
+        """Return its form in a computation in that dtype."""
+        if self.dtype is None:
+            return replace(self, dtype=dtype)
+        return replace(self, dtype=torch.promote_types(self.dtype, dtype), widens=False) if self.widens else self
 
     def sizes(self, sequences: int, tokens: int) -> list[int]:
         """Return its shape for a microbatch of [sequences, tokens]."""
-        own = {SEQUENCES: sequences, TOKENS: tokens}
-        return [size if isinstance(size, int) else own[size] for size in self.shape]
+        return [sequences if size == SEQUENCES else tokens if size == TOKENS else int(size) for size in self.shape]
+
+    def microbatch(self, tensor: Tensor) -> tuple[int, int]:
+        """Return the sequences and tokens of a microbatch, from a tensor of this form that has both."""
+        return tensor.shape[self.shape.index(SEQUENCES)], tensor.shape[self.shape.index(TOKENS)]
 
     def fault(self, returned: Any, sequences: int, tokens: int) -> str | None:
         """Return what is wrong with a tensor as it was returned for a microbatch, None if nothing is."""
@@ -65,6 +81,11 @@ class EdgeTensor:
         if returned.requires_grad and not self.has_gradient:
             return "a tensor with a gradient"
         return None
+
+
+def hidden_of_width(width: int) -> EdgeTensor:
+    """Return the form of hidden states as most layers hand them on."""
+    return EdgeTensor("hidden", (SEQUENCES, TOKENS, width))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch import nn
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description, check_ends, check_sharing
-from evenpipe.model.edge import EdgeSpec, EdgeTensor
+from evenpipe.model.edge import EdgeSpec, EdgeTensor, hidden_of_width
 from evenpipe.model.live import check_wrappers
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.structure import Structure, embed_rows, uncuttable
@@ -52,15 +52,21 @@ def describe_modules(
     if not layers:
         raise InputError("layers = [] holds no layer: at least one is needed.")
     whole = _Whole(embedding, layers, norm, head)
+    hidden = hidden_of_width(embedding.embedding_dim)
     check_wrappers(whole)
     check_sharing("the model", whole, embedding, head, layers="layers")
     return Description(
         config=None,
         architecture="the model",
-        structure=Structure(layers_name="layers", embedding_module="embedding", head_module="head"),
+        structure=Structure(
+            layers_name="layers",
+            embedding_module="embedding",
+            head_module="head",
+            entering=hidden,
+            handed_on=(hidden, *beside),
+        ),
         skeleton=whole,
         model=whole,
-        beside=tuple(beside),
     )
 
 
@@ -90,9 +96,10 @@ class ModuleStage(nn.Module):
     def __init__(self, description: Description, part: Part):
         super().__init__()
         self.first, self.last, self.is_first, self.is_last = part.first, part.last, part.is_first, part.is_last
-        self.incoming = description.edge(part.first, part.compute_dtype)
-        self.outgoing = description.edge(part.last, part.compute_dtype)
-        self._returned = EdgeSpec((self.incoming.tensors[0], *description.beside))
+        dtype = part.compute_dtype
+        self.incoming = description.edge(part.first, dtype, outer=part.is_first)
+        self.outgoing = description.edge(part.last, dtype, outer=part.is_last)
+        self._returned = EdgeSpec(tuple(one.computed_in(dtype) for one in description.structure.handed_on))
         whole = description.skeleton
         self.layers = nn.ModuleDict(
             {str(index): copy.deepcopy(whole.layers[index]) for index in range(part.first, part.last)}

@@ -201,8 +201,9 @@ class Pipeline(SpreadModel):
             self._closing.callback(self._groups.close)
             if self_check and self.description.config is not None:
                 self._check_architecture()
-            self._tensor, self.tensor_overlap = cut_layers(self.description, self._groups, self.recipe, self_check)
-            slices = self.layout.program.slices
+            slices, stages = self.layout.program.slices, self.layout.program.placement.stages
+            cut = cut_layers(self.description, self._groups, self.recipe, self_check, stages=stages)
+            self._tensor, self.tensor_overlap = cut
             cutter = make_cutter(self.description, self._model_costs, slices, self.recipe, self._groups)
             self._pieces, self.context_exchange = cutter
             self._load = count_choices(self.description, self._groups, self.tensor_rank)
