@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from evenpipe import Pipeline
+from evenpipe.model import EdgeSpec, EdgeTensor
 from evenpipe.runtime.batch import Batch, cut
 from evenpipe.runtime.inputs import Inputs
 from evenpipe.runtime.transport import Transport
@@ -46,7 +47,11 @@ CASES = (
 class EmptyStage(nn.Module):
     """Hands its input on."""
 
-    def forward(self, hidden: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    incoming = outgoing = EdgeSpec((EdgeTensor("hidden", ("sequences", "tokens", HIDDEN_SIZE), torch.float32),))
+
+    def forward(
+        self, hidden: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> Tensor:
         return hidden
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from evenpipe.communication.nccl import NcclOptions as NcclOptions
     from evenpipe.experts.overlap import ExpertOptions as ExpertOptions
     from evenpipe.host.optimizer import HostAdamW as HostAdamW
+    from evenpipe.model.edge import EdgeTensor as EdgeTensor
     from evenpipe.model.linear import LinearTerm as LinearTerm
     from evenpipe.model.linear import add_term as add_term
     from evenpipe.model.spec import ModelSpec as ModelSpec
@@ -40,6 +41,7 @@ _PUBLIC = {
     "Adafactor": "evenpipe.optimizers.adafactor",
     "BatchShape": "evenpipe.recipe.batch_shape",
     "Callback": "evenpipe.train.callbacks",
+    "EdgeTensor": "evenpipe.model.edge",
     "ExpertOptions": "evenpipe.experts.overlap",
     "HostAdamW": "evenpipe.host.optimizer",
     "LayerTransform": "evenpipe.model.transform",

@@ -30,10 +30,10 @@ ACCEPTED = [
     *["granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "inkling_text", "jamba", "kimi_linear"],
     *["kolibri1", "laguna", "lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text"],
     *["mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe"],
-    *["qwen3_next", "solar_open"],
+    *["qwen3_next", "qwen4_exp", "qwen4_exp_text", "solar_open", "zaya"],
 ]
 VARIANT = {"gemma4_text": "experts"}
-NOT_CUT = ["deepseek_v4", "hy_v4", "inkling2_text", "qwen4_exp", "qwen4_exp_text", "zaya"]
+NOT_CUT = ["deepseek_v4", "hy_v4", "inkling2_text"]
 """Their experts could be shared, but no pipeline can cut them into stages."""
 OWN_EXPERTS = ["dbrx", "jetmoe", "llama4_text", "longcat_flash"]
 """Their experts do not run through the interface."""

@@ -317,6 +317,24 @@ class TableForAllLayers(transformers.LlamaForCausalLM):
         return args, {**kwargs, "table": self.model.table.detach() * 2}
 
 
+class Flattened(transformers.LlamaForCausalLM):
+    """A model whose layers receive the tokens of all sequences one after the other."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.register_forward_pre_hook(self.flatten, with_kwargs=True)
+        self.model.layers[-1].register_forward_hook(self.unflatten)
+
+    def flatten(self, module, args, kwargs):
+        if args[0].dim() == 3:
+            self.sequences = len(args[0])
+        return (args[0].flatten(0, -2), *args[1:]), kwargs
+
+    def unflatten(self, module, args, output):
+        return output.unflatten(0, (self.sequences, -1))
+
+
 class OnlyWhileTraining(transformers.LlamaForCausalLM):
     """Changes the weights of all its layers in evaluation, as RWKV does."""
 
@@ -341,16 +359,40 @@ NOT_IN_STAGES = [
         r"OnlyWhileTraining cannot be cut into stages: its forward in evaluation needs more of its layers .* stops at"
         r" `layer.mlp.*\(AttributeError: .*\)",
     ),
-    # Between stages travel only hidden states as wide as the embedding.
     (
-        lambda: config_of("opt", {**OPT, "word_embed_proj_dim": 32}),
-        r"of the shape \(2, 3, 64\), .* sequence, 32\], travel",
-    ),
-    (
-        lambda: config_of("deepseek_v4", {**GROUPED, "o_groups": 2, "o_lora_rank": 16}),
-        r"of the shape \(2, 3, 4, 64\), and between stages",
+        lambda: Flattened(tiny_config("llama")),
+        r"for 2 sequences of 3 tokens and 5 sequences of 7 tokens its layers hand on hidden states of the shapes"
+        r" \(6, 64\) and \(35, 64\), and not token by token",
     ),
 ]
+
+
+def test_what_layers_hand_on() -> None:
+    """Some hidden states differ from the embedded tokens in shape, some in dtype, and some tensors come with them."""
+    zaya = {"moe_intermediate_size": 32, "router_hidden_size": 8, "num_experts": 4, "num_experts_per_tok": 1}
+    for model_type, settings, expected in (
+        ("opt", {**OPT, "word_embed_proj_dim": 32}, "hidden [sequences, tokens, 64] {0}"),
+        (
+            "deepseek_v4",
+            {**GROUPED, "o_groups": 2, "o_lora_rank": 16},
+            "hidden [sequences, tokens, 4, 64] {0}",
+        ),
+        (
+            "zaya",
+            {**COMMON, **zaya},
+            "hidden [sequences, tokens, 64] {1}, prev_router_hidden_states [sequences, tokens, 8] {0}",
+        ),
+    ):
+        description = describe(config_of(model_type, settings))
+        for dtype in (torch.bfloat16, torch.float64):
+            kept = torch.promote_types(dtype, torch.float32)
+            assert str(description.edge(1, dtype)) == expected.format(dtype, kept), model_type
+            hidden, *_ = expected.format(dtype, kept).split(", prev_")
+            assert str(description.edge(description.layers, dtype)) == hidden
+            first = torch.float32 if model_type == "zaya" else dtype  # what it makes of embedded tokens is always fp32
+            assert str(description.edge(0, dtype)) == hidden.replace(hidden.split("torch.")[1], str(first)[6:])
+            rows = f"hidden [sequences, tokens, {description.hidden_size}] {dtype}"
+            assert str(description.edge(0, dtype, outer=True)) == rows
 
 
 def test_what_stages_cannot_do_is_refused() -> None:

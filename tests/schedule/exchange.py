@@ -25,8 +25,6 @@ from evenpipe.schedule import Placement, Transfer
 from evenpipe.schedule.passes import parse_item
 
 MOST_DEVICES = 4
-CHAIN = Placement.linear(64)
-"""Longer than that of any program here: an edge of a chain is named by its stages."""
 _threads = ThreadPoolExecutor(MOST_DEVICES, "device")
 
 
@@ -39,10 +37,10 @@ class StoppedError(Exception):
 
 
 @lru_cache(maxsize=4096)
-def _identity(what: str) -> Carried:
+def _identity(what: str, placement: Placement) -> Carried:
     item = parse_item(what)
     assert isinstance(item, Transfer)
-    return same_transfer(item, CHAIN)
+    return same_transfer(item, placement)
 
 
 @dataclass(slots=True, eq=False)
@@ -67,8 +65,8 @@ class Operation:
 class Exchange:
     """Between the devices of one step, and whose turn it is."""
 
-    def __init__(self, devices: int, rng: random.Random) -> None:
-        self.rng = rng
+    def __init__(self, placement: Placement, rng: random.Random) -> None:
+        self.placement, self.rng, devices = placement, rng, placement.devices
         self.queues: list[deque[Operation]] = [deque() for _ in range(devices)]
         self._awaited: list[Operation | None] = [None] * devices
         self._going = set(range(devices))
@@ -160,7 +158,7 @@ class Line:
         self, verb: str, what: str, members: tuple[int, ...], tensor: Tensor, carry_out: Callable[..., object]
     ) -> Operation:
         assert self.device in members, f"{what}: device {self.device} is not one of {members}"
-        same = (self.name, verb, members, _identity(what))
+        same = (self.name, verb, members, _identity(what, self.exchange.placement))
         operation = Operation(self.exchange, self.device, what, same, members, tensor, carry_out)
         self.exchange.queues[self.device].append(operation)
         return operation

@@ -8,8 +8,10 @@ from fractions import Fraction
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import walked
 from schedule_oracle import DIAMOND, GRAPHS, UNEVEN, end_times, order_is_sound, random_costs, random_order
 from traced_steps import measured
 
@@ -17,6 +19,7 @@ from evenpipe.draw import trace
 from evenpipe.errors import InputError
 from evenpipe.interop import to_torch
 from evenpipe.memory.walk import walk
+from evenpipe.runtime.row import validate_program
 from evenpipe.schedule import (
     EQUAL_COSTS,
     SCHEDULES,
@@ -28,6 +31,7 @@ from evenpipe.schedule import (
     Transfer,
     TransferKind,
     add_communication,
+    add_recompute,
     add_slices,
     add_vocabulary,
     check_order,
@@ -247,6 +251,23 @@ def test_branches_run_side_by_side() -> None:
     assert time_order(uneven, EQUAL_COSTS).makespan == 12
     long_one = Costs(F=(1, 1, 1, 5, 1), B=2, p2p=0.25)
     assert time_order(uneven, long_one).makespan == (1 + 5 + 1) + 2 * 0.25 + 4 * 2 + 3 * 0.25
+
+
+@pytest.mark.parametrize("mode", ["first-last", "vocab-2"])
+@pytest.mark.parametrize("number", range(len(GRAPHS)))
+@pytest.mark.sampled(3)
+def test_the_walker_assumes_no_chain(number: int, mode: str) -> None:
+    """A stage takes what all stages before it return, and its gradient is the sum of those from all behind it.
+
+    Pipelines refuse graphs; this leaves the refusal out.
+    """
+    for seed in range(3):
+        base = random_order(seed, GRAPHS[number], 3, split=seed == 1)
+        _, program = plan_program(add_recompute(base) if seed == 2 else base, base.devices, 3, mode)
+        with pytest.raises(InputError, match="the runtime trains a chain only"):
+            walked.walk(program, seed)
+        with mock.patch(f"{validate_program.__module__}.validate_program"):
+            walked.walk(program, seed)
 
 
 @pytest.mark.parametrize("mode", ["first-last", "interlaced", "vocab-1", "vocab-2"])

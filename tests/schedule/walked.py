@@ -23,6 +23,7 @@ from evenpipe.host.copies import Move, Ticket
 from evenpipe.host.offload import Activations
 from evenpipe.host.pool import HostPool
 from evenpipe.layers.weight_gradients import SplitBackward, WeightGradients
+from evenpipe.model import EdgeSpec, EdgeTensor
 from evenpipe.parallel.parameters import Matrix
 from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.inputs import IGNORE_INDEX
@@ -31,6 +32,7 @@ from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.runtime.walker import Walker
 from evenpipe.schedule import Kind, Pass, Program
 from evenpipe.schedule.passes import GATHERING_KINDS, REDUCING_KINDS, SHARDING_KINDS
+from evenpipe.schedule.placement import Edge
 from evenpipe.schedule.sharding import ParameterUse, Part, part_of
 from evenpipe.vocabulary import LossOptions, Shard
 from evenpipe.vocabulary.shards import split
@@ -98,7 +100,11 @@ class Stage(nn.Module):
         self.scale = nn.Parameter(1 + torch.rand(HIDDEN, dtype=torch.float64))
         self.linear = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
 
-    def forward(self, hidden: Tensor, position_ids: object = None, attention_mask: object = None) -> Tensor:
+    incoming = outgoing = EdgeSpec((EdgeTensor("hidden", ("sequences", "tokens", HIDDEN), torch.float64),))
+
+    def forward(self, hidden: Tensor, *others: Tensor) -> Tensor:
+        """others: of further stages before this one."""
+        hidden = sum(others, hidden)
         return hidden + torch.tanh(self.linear(hidden * self.scale))
 
 
@@ -142,7 +148,7 @@ def _batch(count: int) -> Batch:
 
 
 @lru_cache(maxsize=64)
-def _expected(stages: int, microbatches: int) -> tuple[Tensor, list[Tensor]]:
+def _expected(edges: tuple[Edge, ...], stages: int, microbatches: int) -> tuple[Tensor, list[Tensor]]:
     """Loss, and the gradients of all stages' parameters, the embedding and the output layer, in one process."""
     modules = _stages(stages)
     for stage in range(stages):
@@ -150,11 +156,12 @@ def _expected(stages: int, microbatches: int) -> tuple[Tensor, list[Tensor]]:
     embedding, head = (matrix.clone().requires_grad_() for matrix in _matrices())
     loss = torch.zeros((), dtype=torch.float64)
     for microbatch in _batch(microbatches).microbatches:
-        hidden = embedding[microbatch.token_ids]
-        for module in modules:
+        outputs: list[Tensor] = []
+        for stage, module in enumerate(modules):
             module.linear._weight_gradients = WeightGradients()  # type: ignore[assignment]
-            hidden = module(hidden)
-        logits = hidden.view(TOKENS, HIDDEN) @ head.T
+            inputs = [outputs[source] for source, target in edges if target == stage]
+            outputs.append(module(*inputs or [embedding[microbatch.token_ids]]))
+        logits = outputs[-1].view(TOKENS, HIDDEN) @ head.T
         losses = functional.cross_entropy(logits, microbatch.targets, reduction="none", ignore_index=IGNORE_INDEX)
         loss = loss + losses @ microbatch.weights
     parameters = [parameter for module in modules for parameter in module.parameters()]
@@ -288,7 +295,7 @@ def _device(program: Program, device: int, exchange: Exchange) -> Device:
 def walk(program: Program, seed: int) -> None:
     """One step. Raises what a device fails with, StandstillError where none can go on, and ResultError where loss or
     gradients are not those of one process, or something is left over."""
-    exchange = Exchange(program.devices, random.Random(seed))
+    exchange = Exchange(program.placement, random.Random(seed))
     devices = [_device(program, device, exchange) for device in range(program.devices)]
     batch = _batch(program.microbatches)
     exchange.run([lambda one=one: one.walker.walk(program, batch) for one in devices])  # type: ignore[misc]
@@ -296,7 +303,7 @@ def walk(program: Program, seed: int) -> None:
         raise ResultError("transfers are under way at the end")
     if any(one.pool.used for one in devices):
         raise ResultError("room on the host is not given back")
-    loss, gradients = _expected(program.placement.stages, program.microbatches)
+    loss, gradients = _expected(program.placement.edges, program.placement.stages, program.microbatches)
     for found in (one.output.loss for one in devices if one.output is not None):
         if found is None or not torch.allclose(found, loss, rtol=EXACT):
             raise ResultError(f"the loss is {found}, not {loss}")

@@ -315,7 +315,7 @@ class Bench:
         if split:
             self._queue.begin(KEY)
         with self._passing(which + ("input" if split else "backward"), backwards=True):
-            input_gradient = graph.backward(gradient)
+            (input_gradient,) = graph.backward((gradient,))
         self._queue.under_way = self._running.place = None
         del graph, gradient
         held.clear()
@@ -349,7 +349,7 @@ class Bench:
         if self._piece is not None:
             return self._piece.run(self._stage, hidden)
         if self._positions is not None:
-            return self._stage(hidden, torch.arange(self._positions)[None])
+            return self._stage(hidden, position_ids=torch.arange(self._positions)[None])
         return self._stage(hidden)
 
     def _forward(self, hidden: Tensor, name: str, *, split: bool = False, keep_all: bool = False) -> StageGraph:
@@ -359,12 +359,12 @@ class Bench:
         if self._exchange is not None:
             self._exchange.repeats = keep_all or self._repeats
         with self._passing(name):
-            output = self._run(graph.enter(hidden))
+            output = self._run(*graph.enter((hidden,), (0,)))
         if self._exchange is not None:
             self._exchange.repeats = False
         self._switch.off = False
         self._queue.under_way = None
-        graph.leave(output)
+        graph.leave((output,))
         return graph
 
     def _gradient_sizes(self) -> tuple[int, ...]:

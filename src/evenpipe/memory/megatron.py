@@ -24,7 +24,7 @@ from torch.nn import functional
 from evenpipe.errors import InputError
 from evenpipe.layers.weight_gradients import Entry, WeightGradients
 from evenpipe.memory.exchange import FirstRank
-from evenpipe.model import Description, ModuleStage, Stage
+from evenpipe.model import Description, EdgeTensor, ModuleStage, Stage
 from evenpipe.model.linear import is_one_product, is_transposed
 from evenpipe.tensor.cuts import BlockCut, count_of
 from evenpipe.tensor.layers import Block, ModelCut
@@ -265,9 +265,9 @@ def _of_block(module: nn.Module, block: Block, rank: _Rank, queue: WeightGradien
 def _leave_out_ends(stage: Stage, last_parameters: Iterable[str]) -> None:
     """Compute nothing of other stages: Megatron-LM's have no parts but their own."""
 
-    def stand_in(hidden: Tensor) -> Tensor:
-        batch, length, width = hidden.shape
-        return hidden.detach()[:, :1].expand(batch, length * (1 if stage.is_first else stage.tensor_ranks), width)
+    def stand_in(received: Tensor, form: EdgeTensor) -> Tensor:
+        batch, length, width = received.shape
+        return received.detach()[:, :1].expand(batch, length * (1 if stage.is_first else stage.tensor_ranks), width)
 
     stage.make_stand_in = stand_in  # type: ignore[method-assign]
     for name in () if stage.is_last else last_parameters:

@@ -105,7 +105,7 @@ class PieceBench:
         if self._carry is not None:
             sight = replace(sight, exchange=self._carry.slice(self.piece.index, self._exchange))
         with seeing(sight):
-            found: Tensor = stage(hidden, self._positions, None)
+            found: Tensor = stage(hidden, position_ids=self._positions)
         return found
 
     # --- the carry ------------------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ from evenpipe.memory.pieces import Piece
 from evenpipe.memory.stretches import window
 from evenpipe.memory.trace_files import TraceFiles
 from evenpipe.model import Description
+from evenpipe.model.edge import hidden_of_width
 from evenpipe.model.expert_rows import ExpertRows
 from evenpipe.model.flops import chosen_experts
 from evenpipe.model.modules import ModuleStage, Part
@@ -104,6 +105,12 @@ class StageTracer:
     def __init__(
         self, description: Description, how: Tracing, cut: ModelCut | None = None, files: TraceFiles | None = None
     ) -> None:
+        handed_on = description.structure.handed_on
+        if handed_on != (hidden_of_width(description.hidden_size),):
+            raise InputError(
+                f"model: the layers of {description.architecture} hand on {', '.join(map(str, handed_on))}, and memory"
+                " is estimated only for hidden states as wide as the embedding"
+            )
         self._description, self._how, self._cut, self._files = description, how, cut, files
         self._tokens = how.sequence if how.piece is None else how.piece.tokens
         if how.layout is not None:

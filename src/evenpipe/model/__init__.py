@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from evenpipe.model.comparison import gradient_errors, self_check
 from evenpipe.model.description import Description, check_compute_dtype, describe
+from evenpipe.model.edge import EdgeSpec, EdgeTensor
 from evenpipe.model.export import dtypes_to_write, save_tensors, write_folder_metadata
 from evenpipe.model.flops import arranging_flops, head_flops, layer_flops, training_flops
 from evenpipe.model.initialization import initial_rows, initialize
@@ -26,6 +27,8 @@ from evenpipe.model.structure import persistent_buffers
 __all__ = [
     "STORED_DTYPES",
     "Description",
+    "EdgeSpec",
+    "EdgeTensor",
     "ModelSpec",
     "ModuleStage",
     "Origin",

@@ -294,32 +294,33 @@ def result_of_stages(
     weights = {
         name: small.model.get_parameter(name).detach().clone().requires_grad_() for name in small.vocabulary_names
     }
-    hidden = functional.embedding(batch.tokens, weights[small.embedding_name], padding_idx=small.padding_index)
-    inputs: list[Tensor] = []
-    outputs = [[hidden]]
+    passed = [functional.embedding(batch.tokens, weights[small.embedding_name], padding_idx=small.padding_index)]
+    inputs: list[list[Tensor]] = []
+    outputs = [passed]
     torch.default_generator.manual_seed(SEED)
     for stage in stages:
         stage.zero_grad()
-        inputs.append(hidden.detach().requires_grad_())
+        inputs.append([tensor.detach().requires_grad_() for tensor in passed])
         recorded: dict[str, list] = {} if router is None else {"router_logits": []}
-        entered = inputs[-1].clone()  # may be changed in place
-        hidden = stage(entered, attention_mask=batch.mask, **positions, **recorded)
-        outputs.append([hidden])
+        entered = [tensor.clone() for tensor in inputs[-1]]  # may be changed in place
+        returned = stage(*entered, attention_mask=batch.mask, **positions, **recorded)
+        passed = list(returned) if isinstance(returned, tuple) else [returned]
+        outputs.append(passed)
         if router is not None:
             totals, probabilities = router.add(totals, recorded["router_logits"], batch.mask)
-            outputs[-1].append(probabilities)
-    hidden = hidden if gather is None else gather(hidden)
+            outputs[-1] = [*passed, probabilities]
+    hidden = passed[0] if gather is None else gather(passed[0])
     head = weights[small.embedding_name if small.tied else small.head_name]
     bias = None if small.head_bias_name is None else weights[small.head_bias_name]
     logits = functional.linear(hidden, head, bias).to(logits_dtype) * small.logit_scale
     if small.soft_cap is not None:
         logits = small.soft_cap * torch.tanh(logits / small.soft_cap)
     loss = outputs[-1][0] = _loss_of_logits(logits, batch.labels)
-    gradient: Tensor | None = torch.full_like(loss, share)
+    gradients_of: list[Tensor | None] = [torch.full_like(loss, share)]
     for entered, made in zip(reversed(inputs), reversed(outputs), strict=False):
-        run_backward(made, [gradient] if router is None else [gradient, router.gradient(totals, share)])
-        gradient = entered.grad
-    run_backward(outputs[0], [gradient])
+        run_backward(made, gradients_of if router is None else [*gradients_of, router.gradient(totals, share)])
+        gradients_of = [tensor.grad for tensor in entered]
+    run_backward(outputs[0], gradients_of)
     for weight_gradients in behind:
         weight_gradients()
     value = loss.item() if router is None else float(loss.detach() + router.coefficient * router.value(totals))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from evenpipe.errors import InputError
 from evenpipe.model.config import check_sizes, read_config
+from evenpipe.model.edge import EdgeSpec, hidden_of_width
 from evenpipe.model.families import adapt, answers_for
 from evenpipe.model.interface import counted_positions, probe_counted_positions, probe_position_rows, takes
 from evenpipe.model.live import Attributes, changed_attributes, check_wrappers, set_attributes
@@ -168,6 +169,20 @@ class Description:
             return None
         assert self.padding_index is not None
         return counted_positions(token_ids, self.padding_index)
+
+    def edge(self, layer: int, dtype: torch.dtype, *, outer: bool = False) -> EdgeSpec:
+        """Return what is handed on in front of a layer, or behind the last one, in a computation in `dtype`.
+
+        The first layer gets hidden states only, and of what the last one returns only they are used.
+
+        outer: what comes in front of the operations before all layers, rows of the embedding; or behind those after
+            them, the input of the head.
+        """
+        if outer:
+            return EdgeSpec((hidden_of_width(self.hidden_size).computed_in(dtype),))
+        structure = self.structure
+        handed_on = structure.handed_on[: None if layer < self.layers else 1] if layer else (structure.entering,)
+        return EdgeSpec(tuple(tensor.computed_in(dtype) for tensor in handed_on))
 
     def layer(self, index: int) -> nn.Module:
         """Return one layer of the skeleton."""
@@ -353,7 +368,7 @@ def _changes(live: PreTrainedModel, skeleton: PreTrainedModel) -> Attributes:
 def check_compute_dtype(description: Description, compute_dtype: torch.dtype) -> None:
     """Check that layers return hidden states in the dtype that travels between stages. Mamba's may return fp32.
 
-    The first step finds the other cases (`check_returned`).
+    The first step finds the other cases (`EdgeSpec.check`).
 
     Raises:
         InputError: they return another dtype; the sentence names the config's option that causes it.
@@ -364,7 +379,8 @@ def check_compute_dtype(description: Description, compute_dtype: torch.dtype) ->
     description.adapt(model)
     returned = output_of_first_layer(model, description.structure.layers_name)
     returned = returned[0] if isinstance(returned, (tuple, list)) else returned
-    if not isinstance(returned, torch.Tensor) or returned.dtype == compute_dtype:
+    wanted = description.edge(1, compute_dtype).tensors[0].dtype
+    if not isinstance(returned, torch.Tensor) or returned.dtype == wanted:
         return
     settings = vars(description.config.get_text_config()).items()
     options = [name for name, value in settings if value is True and "fp32" in name]

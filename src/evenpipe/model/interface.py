@@ -1,15 +1,13 @@
-"""Finds the inputs of a model's forward besides token ids, and checks the results of its parts."""
+"""Finds the inputs of a model's forward besides token ids."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from evenpipe.errors import InputError
 from evenpipe.model.structure import (
     PROBE_BATCH,
     PROBE_SEQUENCE,
@@ -133,21 +131,3 @@ def _tables(model: nn.Module) -> list[torch.Tensor]:
         for value in place.values()
         if isinstance(value, torch.Tensor)
     ]
-
-
-def check_returned(what: str, returned: Any, received: torch.Tensor) -> None:
-    """Check that a part of the model returned hidden states of the same form, [batch, sequence, hidden_size].
-
-    Raises:
-        InputError: another shape or dtype, or not a tensor.
-    """
-    if not isinstance(returned, torch.Tensor):
-        found = f"a {type(returned).__name__}"
-    elif returned.shape != received.shape or returned.dtype != received.dtype:
-        found = f"{list(returned.shape)} {returned.dtype}"
-    else:
-        return
-    raise InputError(
-        f"{what} returned {found} for hidden states {list(received.shape)} {received.dtype}: shape and dtype have to "
-        f"stay the same."
-    )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description, check_ends, check_sharing
-from evenpipe.model.interface import check_returned
+from evenpipe.model.edge import EdgeSpec, EdgeTensor, hidden_of_width
 from evenpipe.model.live import check_wrappers
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.structure import Structure, embed_rows, uncuttable
@@ -29,7 +30,11 @@ class _Whole(nn.Module):
 
 
 def describe_modules(
-    embedding: nn.Embedding, layers: Sequence[nn.Module], norm: nn.Module | None, head: nn.Linear
+    embedding: nn.Embedding,
+    layers: Sequence[nn.Module],
+    norm: nn.Module | None,
+    head: nn.Linear,
+    beside: Sequence[EdgeTensor] = (),
 ) -> Description:
     """Describe a model of plain modules; the stages copy their weights.
 
@@ -39,6 +44,7 @@ def describe_modules(
     Args:
         layers: each is called with the hidden states [batch, sequence, hidden_size] and returns the same shape.
         norm: called on the last layer's output, before the head; None: no norm.
+        beside: what layers hand on besides the hidden states, as for `Pipeline.from_modules`.
     """
     check_ends("the model", embedding, head)
     if len(list(embedding.parameters())) > 1:
@@ -46,12 +52,19 @@ def describe_modules(
     if not layers:
         raise InputError("layers = [] holds no layer: at least one is needed.")
     whole = _Whole(embedding, layers, norm, head)
+    hidden = hidden_of_width(embedding.embedding_dim)
     check_wrappers(whole)
     check_sharing("the model", whole, embedding, head, layers="layers")
     return Description(
         config=None,
         architecture="the model",
-        structure=Structure(layers_name="layers", embedding_module="embedding", head_module="head"),
+        structure=Structure(
+            layers_name="layers",
+            embedding_module="embedding",
+            head_module="head",
+            entering=hidden,
+            handed_on=(hidden, *beside),
+        ),
         skeleton=whole,
         model=whole,
     )
@@ -83,6 +96,10 @@ class ModuleStage(nn.Module):
     def __init__(self, description: Description, part: Part):
         super().__init__()
         self.first, self.last, self.is_first, self.is_last = part.first, part.last, part.is_first, part.is_last
+        dtype = part.compute_dtype
+        self.incoming = description.edge(part.first, dtype, outer=part.is_first)
+        self.outgoing = description.edge(part.last, dtype, outer=part.is_last)
+        self._returned = EdgeSpec(tuple(one.computed_in(dtype) for one in description.structure.handed_on))
         whole = description.skeleton
         self.layers = nn.ModuleDict(
             {str(index): copy.deepcopy(whole.layers[index]) for index in range(part.first, part.last)}
@@ -108,33 +125,35 @@ class ModuleStage(nn.Module):
 
     def forward(
         self,
-        hidden: torch.Tensor,
+        *inputs: torch.Tensor,
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Compute hidden states from hidden states, both [batch, sequence, hidden_size]. See `Stage.forward`.
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Compute the tensors of `outgoing` from those of `incoming`. See `Stage.forward`.
 
         Raises:
-            InputError: position ids or a mask were given; or, on the first call, a module returns another shape or
-                dtype than it received.
+            InputError: position ids or a mask were given; or, in the first calls, a module returns something else than
+                the model's layers hand on.
         """
         for name, value in (("position_ids", position_ids), ("attention_mask", attention_mask)):
             if value is not None:
                 raise InputError(f"{name} were given, and a model of plain modules takes hidden states only.")
-        received = hidden
+        sizes, tensors = inputs[0].shape[:2], inputs
         if self.is_first:
-            hidden = self._checked("The embedding", embed_rows(self._embedding[0], hidden), received)
+            tensors = self._checked("The embedding", embed_rows(self._embedding[0], tensors[0]), self.incoming, sizes)
         for index, layer in self.layers.items():
-            hidden = self._checked(f"Layer {index}", layer(hidden), received)
+            tensors = self._checked(f"Layer {index}", layer(*tensors), self._returned, sizes)
         if self.is_last:
-            hidden = self._checked("The norm", self.norm(hidden), received)
-        self._returns_checked = True
-        return hidden
+            tensors = self._checked("The norm", self.norm(tensors[0]), self.outgoing, sizes)
+        self._returns_checked |= torch.is_grad_enabled()  # without it, nothing shows whether tensors have a gradient
+        return tensors if len(self.outgoing.tensors) > 1 else tensors[0]
 
-    def _checked(self, what: str, returned: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    def _checked(self, what: str, returned: Any, form: EdgeSpec, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Return what a module returned, as a tuple."""
+        tensors = returned if len(form.tensors) > 1 and isinstance(returned, tuple) else (returned,)
         if not self._returns_checked:
-            check_returned(what, returned, received)
-        return returned
+            form.check(what, tensors, *sizes)
+        return tensors
 
 
 def _without_weight(embedding: nn.Embedding) -> nn.Embedding:

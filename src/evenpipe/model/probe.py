@@ -15,9 +15,10 @@ each parameter, and the autograd graph shows which ones act where.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from evenpipe.errors import InputError
+from evenpipe.model.edge import SEQUENCES, TOKENS, EdgeTensor, hidden_of_width
 from evenpipe.model.families import adapt
 from evenpipe.model.graph import graph_nodes
 from evenpipe.model.packed_rows import nothing_packed
@@ -33,6 +35,7 @@ from evenpipe.model.spec import ModelSpec
 from evenpipe.model.structure import (
     PROBE_BATCH,
     PROBE_SEQUENCE,
+    Beside,
     Structure,
     build_skeleton,
     call_embedded,
@@ -49,6 +52,9 @@ from evenpipe.model.structure import (
     uncuttable,
 )
 from evenpipe.words import count, nearest, refused, unknown
+
+SIZES = (PROBE_BATCH, PROBE_SEQUENCE), (5, 7)
+"""Sequences and tokens, twice, to tell which sizes of a shape they are."""
 
 
 @dataclass
@@ -68,7 +74,7 @@ class _Record:
         self.head_input = hidden
         return hidden.detach()[..., :1]
 
-    def layer_forward(self, index: int, arguments: list[str], returns: int, beside: torch.Tensor | None = None):
+    def layer_forward(self, index: int, arguments: list[str], returns: int, beside: Sequence[torch.Tensor | None]):
         """Return a forward for layer `index` that records its arguments and returns a new random tensor."""
 
         def transform(hidden: torch.Tensor) -> torch.Tensor:
@@ -106,25 +112,37 @@ class _Probe:
             if argument not in self.arguments:
                 raise unknown("spec.layer_argument", argument, self.arguments)
             self.arguments.sort(key=lambda name: name != argument)
+        hidden = hidden_of_width(self.embedding.embedding_dim)
         self.known = Structure(
             layers_name=layers_name,
             embedding_module=embedding_module,
             head_module=head_module,
             layer_argument=self.arguments[0],
+            entering=hidden,
+            handed_on=(hidden,),
         )
-        self.shape = (PROBE_BATCH, PROBE_SEQUENCE, self.embedding.weight.shape[1])
         hollow(model, self.known, lambda hidden: hidden)
         self.numbers, self.shown = _numbers_for_parameters(model)
-        self.rows = torch.rand(self.shape, dtype=torch.float64, requires_grad=True)
+        self.rows = self._rows_of(*SIZES[0])
         self.neutral_token = neutral_token(model.config, self.embedding.padding_idx)
 
-    def run(self, form: Structure, beside: torch.Tensor | None = None) -> _Record:
-        """Return what one forward shows if layers return and the model wants what `form` says."""
+    def _rows_of(self, sequences: int, tokens: int) -> torch.Tensor:
+        return torch.rand(sequences, tokens, self.embedding.embedding_dim, dtype=torch.float64, requires_grad=True)
+
+    def run(
+        self,
+        form: Structure,
+        beside: Sequence[torch.Tensor | None] = (),
+        rows: torch.Tensor | None = None,
+    ) -> _Record:
+        """Return what one forward shows if layers return and the model wants what `form` says. beside: the first of
+        what they return besides the hidden states."""
         record = _Record()
         for index, layer in enumerate(self.layers):
             layer.forward = record.layer_forward(index, self.arguments, form.returns, beside)
         replace_head(self.model, form.head_module, record.take_head_input)
-        embedded = embed_rows(self.embedding, self.rows).clone()  # some families write to their input
+        rows = self.rows if rows is None else rows
+        embedded = embed_rows(self.embedding, rows).clone()  # some families write to their input
         call_embedded(self.model, self.embedding, form.wants_token, embedded)
         record.writes_to_input = embedded._version > 0
         return record
@@ -144,22 +162,42 @@ class _Probe:
                     f" stops at {_where(error)}"
                 )
                 continue
-            first = record.received[0] if record.received else None
-            if isinstance(first, torch.Tensor) and first.shape != self.shape:
-                raise self.refused(
-                    f"for {PROBE_BATCH} sequences of {PROBE_SEQUENCE} tokens its layers receive a tensor of the shape"
-                    f" {tuple(first.shape)}, and between stages only hidden states as wide as the embedding, [batch,"
-                    f" sequence, {self.shape[-1]}], travel"
-                )
-            travelling = [*record.received, record.head_input]
-            if all(isinstance(hidden, torch.Tensor) and hidden.shape == self.shape for hidden in travelling):
+            received, head_input = record.received, record.head_input
+            if (
+                all(isinstance(hidden, torch.Tensor) and hidden.shape == received[0].shape for hidden in received)
+                and isinstance(head_input, torch.Tensor)
+                and head_input.shape == self.rows.shape
+            ):
+                if received and received[0].shape != self.rows.shape:
+                    hidden = self._hidden_between(form, received[0])
+                    form = replace(form, entering=hidden, handed_on=(hidden,))
+                if received and received[0].dtype != self.rows.dtype:
+                    form = replace(form, entering=replace(form.entering, dtype=received[0].dtype))
                 return record, replace(form, writes_to_input=record.writes_to_input)
             failure = failure or "the hidden states change their shape on the way"
         raise self.refused(failure)
 
-    def check_passage(self, record: _Record, form: Structure) -> None:
-        """Check that every layer runs once, in order, on exactly the previous result, without other trainable
-        inputs."""
+    def _hidden_between(self, form: Structure, received: torch.Tensor) -> EdgeTensor:
+        """Return the form of hidden states that differ from the embedded tokens in shape."""
+        again = self.run(form, rows=self._rows_of(*SIZES[1])).received[0]
+        return EdgeTensor("hidden", self._shape_of("hidden states", received, again))
+
+    def _shape_of(self, what: str, *tensors: torch.Tensor) -> tuple[int | str, ...]:
+        """Return the shape of what layers hand on, from tensors for both of `SIZES`."""
+        named = dict(zip(zip(*SIZES, strict=True), (SEQUENCES, TOKENS), strict=True))
+        sizes = [*zip(*(tensor.shape for tensor in tensors), strict=False)]
+        shape = tuple(named.get(pair, pair[0] if pair[0] == pair[1] else "") for pair in sizes)
+        if tensors[0].dim() != tensors[1].dim() or "" in shape or not {SEQUENCES, TOKENS} <= {*shape}:
+            shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
+            batches = " and ".join(f"{sequences} sequences of {tokens} tokens" for sequences, tokens in SIZES)
+            raise self.refused(
+                f"for {batches} its layers hand on {what} of the shapes {shapes}, and not token by token"
+            )
+        return shape
+
+    def check_passage(self, record: _Record, form: Structure) -> Structure:
+        """Check that every layer runs once, in order, on exactly the previous result, without other trainable inputs
+        than what the previous layer returned too. Return the form with these."""
         layers = len(self.layers)
         if record.order != list(range(layers)):
             raise self.refused(f"its forward calls its {count(layers, 'layer')} in the order {record.order[:20]}")
@@ -171,15 +209,42 @@ class _Probe:
                 f"its layers receive trainable tensors besides the hidden states ({_named(self.model, record)}), and"
                 " between stages only the hidden states travel"
             )
-        if form.returns > 1:  # attention weights, or another input of the next layer
+        passed: list[Beside] = []
+        for entry in range(1, form.returns):  # attention weights, or another input of the next layer
+            beside = torch.rand((), dtype=torch.float64, requires_grad=True)
             with contextlib.suppress(Exception):
-                beside = torch.rand((), dtype=torch.float64, requires_grad=True)
-                record.sideways += self.run(form, beside).sideways
-            if record.sideways and self._returns_two_tensors():
-                raise self.refused(
-                    f"its layers hand a second tensor on to each other ({_named(self.model, record)}), and between"
-                    " stages only the hidden states travel"
-                )
+                takers = set(self.run(form, (*(None,) * (entry - 1), beside)).sideways)
+                passed += [Beside(entry, self.arguments.index(name), name) for name in sorted(takers)]
+        return form if not passed else self._with_others(form, passed)
+
+    def _with_others(self, form: Structure, passed: list[Beside]) -> Structure:
+        """Add to a form the floating-point tensors that layers pass on besides the hidden states. The self-check finds
+        out whether integers (the tokens chosen for attention) matter to the next layer."""
+        config = copy.deepcopy(self.model.config)
+        config._experts_implementation = "batched_mm"  # runs on the meta device in all dtypes
+
+        def output(dtype: torch.dtype, sizes: tuple[int, int]) -> Sequence[Any]:
+            model = build_skeleton(config, dtype, type(self.model))
+            adapt(model, self.answers)
+            returned = output_of_first_layer(model, form.layers_name, sizes)
+            if not isinstance(returned, (tuple, list)):
+                names = ", ".join(beside.argument for beside in passed)
+                raise self.refused(f"its layers hand on something unknown besides the hidden states ({names})")
+            return returned
+
+        narrow = output(torch.bfloat16, SIZES[0])
+        others = [one for one in passed if any(map(torch.is_floating_point, _tensors(narrow[one.entry])))]
+        if not others:
+            return form
+        longer, wide = output(torch.bfloat16, SIZES[1]), output(torch.float64, SIZES[0])
+        handed_on = []
+        for name, entry in (("hidden", 0), *((beside.argument, beside.entry) for beside in others)):
+            shape, dtype = self._shape_of(name, narrow[entry], longer[entry]), narrow[entry].dtype
+            if dtype == torch.bfloat16:
+                handed_on.append(EdgeTensor(name, shape))
+            else:
+                handed_on.append(EdgeTensor(name, shape, dtype, widens=wide[entry].dtype != dtype))
+        return replace(form, handed_on=tuple(handed_on), beside=tuple(others))
 
     def outer_parameters(self, record: _Record, form: Structure) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the parameters outside the layers that belong to the first and to the last stage."""
@@ -222,14 +287,6 @@ class _Probe:
         self.model.train()
         return token
 
-    def _returns_two_tensors(self) -> bool:
-        """Return whether layers return a floating-point tensor besides the hidden states, True if that is unknown. The
-        self-check finds out whether integers (the tokens chosen for attention) matter to the next layer."""
-        model = build_skeleton(self.model.config, torch.float32, type(self.model))
-        adapt(model, self.answers)
-        returned = output_of_first_layer(model, self.known.layers_name)
-        return not isinstance(returned, (tuple, list)) or any(one.is_floating_point() for one in _tensors(returned[1:]))
-
     def refused(self, reason: str) -> InputError:
         return uncuttable(type(self.model).__name__, reason)
 
@@ -247,7 +304,7 @@ def probe(
     """
     hollowed = _Probe(model, layers_name, embedding_module, head_module, answers)
     record, form = hollowed.first_that_runs()
-    hollowed.check_passage(record, form)
+    form = hollowed.check_passage(record, form)
     first, last = hollowed.outer_parameters(record, form)
     wants_token = hollowed.token_in_evaluation(form)
     for layer in hollowed.layers:
@@ -295,8 +352,13 @@ def _acts_unseen(run: Callable[[], _Record], shown: dict[str, torch.Tensor], nam
     return next((name for name in names if differs([name])), "") if differs(names) else ""
 
 
-def output_of_first_layer(model: PreTrainedModel, layers_name: str) -> Any:
-    """Return the first layer's output in a skeleton; None if it does not run there."""
+def output_of_first_layer(
+    model: PreTrainedModel, layers_name: str, sizes: tuple[int, int] = (PROBE_BATCH, PROBE_SEQUENCE)
+) -> Any:
+    """Return the first layer's output in a skeleton; None if it does not run there.
+
+    sizes: sequences and tokens.
+    """
     found = []
 
     def stop(module: nn.Module, args: tuple, output: Any) -> None:
@@ -304,7 +366,7 @@ def output_of_first_layer(model: PreTrainedModel, layers_name: str) -> Any:
         raise StopIteration("the other layers are like it")
 
     layers_of(model, layers_name)[0].register_forward_hook(stop)
-    token_ids = torch.zeros(PROBE_BATCH, PROBE_SEQUENCE, dtype=torch.int64, device="meta")
+    token_ids = torch.zeros(sizes, dtype=torch.int64, device="meta")
     with torch.no_grad(), nothing_packed(), contextlib.suppress(Exception):
         model(input_ids=token_ids, use_cache=False)
     return found[0] if found else None

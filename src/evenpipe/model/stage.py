@@ -28,12 +28,13 @@ from transformers import PreTrainedModel
 from evenpipe.errors import InputError
 from evenpipe.model.copies import copies
 from evenpipe.model.description import Description
-from evenpipe.model.interface import check_returned
+from evenpipe.model.edge import EdgeTensor, hidden_of_width
 from evenpipe.model.modules import ModuleStage, Part
 from evenpipe.model.packed_rows import nothing_packed
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.router_loss import OPTION, router_modules
 from evenpipe.model.structure import (
+    Beside,
     Structure,
     call_embedded,
     embed_rows,
@@ -51,31 +52,36 @@ from evenpipe.model.structure import (
 class Relay:
     """Carries the tensors of one call between `Stage.forward` and the hooks in the model; empty between calls."""
 
-    argument: str
-    """As `Structure.layer_argument`."""
-    received: torch.Tensor | None = None
+    hidden: Beside
+    """Where layers take the hidden states, and return them."""
+    beside: tuple[Beside, ...]
+    """As `Structure.beside`."""
+    received: tuple[torch.Tensor, ...] = ()
     stand_in: torch.Tensor | None = None
-    result: torch.Tensor | None = None
+    result: tuple[torch.Tensor, ...] = ()
     router_logits: list[torch.Tensor] | None = None
 
     def clear(self) -> None:
-        self.received = self.stand_in = self.result = self.router_logits = None
+        self.received = self.result = ()
+        self.stand_in = self.router_logits = None
 
     def inject(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Replace a layer's hidden states by the received ones."""
-        return self._with_hidden(args, kwargs, self.received)
+        """Replace a layer's hidden states, and what comes with them, by the received ones."""
+        for where, tensor in zip((self.hidden, *self.beside), self.received, strict=False):
+            args, kwargs = where.replaced(args, kwargs, tensor)
+        return args, kwargs
 
     def capture_input(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Take a layer's hidden states as the result, and replace them by the stand-in."""
-        self.result = args[0] if args else kwargs[self.argument]
-        return self._with_hidden(args, kwargs, self.stand_in)
+        self.result = (args[0] if args else kwargs[self.hidden.argument],)
+        return self.hidden.replaced(args, kwargs, self.stand_in)
 
     def capture_output(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """Take a layer's output as the result, and replace it by the stand-in."""
+        """Take a layer's output as the result, and replace its hidden states by the stand-in."""
         if isinstance(output, (tuple, list)):
-            self.result = output[0]
+            self.result = (output[0], *(output[one.entry] for one in self.beside))
             return type(output)((self.stand_in, *output[1:]))
-        self.result = output
+        self.result = (output,)
         return self.stand_in
 
     def record_router(self, index: int, module: nn.Module, args: tuple, output: Any) -> None:
@@ -88,12 +94,8 @@ class Relay:
 
     def take_head_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """Take the head's input as the result if there is none yet."""
-        if self.result is None:
-            self.result = hidden
+        self.result = self.result or (hidden,)
         return hidden.detach()[..., :1]
-
-    def _with_hidden(self, args: tuple, kwargs: dict, hidden: torch.Tensor | None) -> tuple[tuple, dict]:
-        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, self.argument: hidden})
 
 
 class Stage(nn.Module):
@@ -108,8 +110,12 @@ class Stage(nn.Module):
         self.first, self.last, self.is_first, self.is_last = part.first, part.last, part.is_first, part.is_last
         structure = description.structure
         self.held, self.tensor_ranks = part.held, part.tensor_ranks
+        self.incoming = description.edge(part.first, part.compute_dtype, outer=part.is_first)
+        self.outgoing = description.edge(part.last, part.compute_dtype, outer=part.is_last)
+        self._hidden = structure.handed_on[0].computed_in(part.compute_dtype)
+        self._embedded = hidden_of_width(description.hidden_size).computed_in(part.compute_dtype)
         self.layer_argument = structure.layer_argument
-        relay = self._relay = Relay(structure.layer_argument)
+        relay = self._relay = Relay(Beside(0, 0, structure.layer_argument), structure.beside)
         own = range(part.first, part.last)
         whole = copies(description, part.dtype).of(own)
         self._compute_dtype = part.compute_dtype
@@ -173,32 +179,34 @@ class Stage(nn.Module):
 
     def forward(
         self,
-        hidden: torch.Tensor,
+        *inputs: torch.Tensor,
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         router_logits: list[torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Compute hidden states from hidden states, both [batch, sequence, hidden_size].
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Compute the tensors of `outgoing` from those of `incoming`: hidden states [batch, sequence, hidden_size], and
+        in some families others.
 
         Tensor ranks each have their rows between stages, [batch, sequence / ranks, hidden_size]; the first stage gets
         all rows. The other arguments are those of all tokens.
 
         Args:
-            hidden: the previous stage's result. On the first stage: the unscaled rows of the embedding matrix at the
+            inputs: the previous stage's result. On the first stage: the unscaled rows of the embedding matrix at the
                 token ids (scaling is done here, under autograd).
             position_ids: [batch, sequence], or None for 0, 1, 2, ...
             attention_mask: [batch, sequence], 1 for tokens and 0 for padding on the right, or None.
             router_logits: for a model with a router loss: a list to which the logits [tokens, experts] of the local
                 layers' routers are appended, in the order of the layers.
 
-        Returns: the last local layer's output; on the last stage the output layer's input (after the norm).
+        Returns: the last local layer's output, a tensor or a tuple of them; on the last stage the output layer's input
+            (after the norm).
 
         Raises:
-            InputError: the model's forward does not take an argument; or, on the first call, the result differs from
-                `hidden` in shape or dtype.
+            InputError: the model's forward does not take an argument; or, on the first call, the result is not what
+                `outgoing` says.
         """
         if self.first == self.last and not self.is_first and not self.is_last:
-            return hidden
+            return inputs if len(inputs) > 1 else inputs[0]
         arguments: dict[str, torch.Tensor] = {}
         for name, value in (("position_ids", position_ids), ("attention_mask", attention_mask)):
             if value is None:
@@ -208,35 +216,37 @@ class Stage(nn.Module):
             arguments[name] = value
         relay = self._relay
         try:
+            sequences, tokens = self.incoming.tensors[0].microbatch(inputs[0])
             if not (self.is_first and self.is_last):
-                relay.stand_in = self.make_stand_in(hidden)
-            relay.received, relay.router_logits = hidden, router_logits
-            embedded = embed_rows(self._embedding[0], hidden) if self.is_first else relay.stand_in
-            assert embedded is not None
+                relay.stand_in = self.make_stand_in(inputs[0], self._hidden)
+            relay.received, relay.router_logits = inputs, router_logits
+            if self.is_first:
+                embedded = embed_rows(self._embedding[0], inputs[0])
+            else:
+                assert relay.stand_in is not None
+                same = self._embedded == self._hidden
+                embedded = relay.stand_in if same else self.make_stand_in(inputs[0], self._embedded)
             if self._writes_to_input:
                 embedded = embedded.clone()
             with nothing_packed() if position_ids is None else nullcontext():
                 call_embedded(self.whole, self._embedding[0], self._wants_token, embedded, **arguments, **self._options)
-            assert relay.result is not None, "the model's forward passed by the last local layer"
-            result = relay.result
+            assert relay.result, "the model's forward passed by the last local layer"
+            result = relay.result[: len(self.outgoing.tensors)]
             if self.finish is not None:
-                result = self.finish(result)
+                result = (self.finish(*result),)
             if not self._result_checked:
-                check_returned(self._name(), result, self._rows_of(hidden))
+                ranks = self.tensor_ranks if self.is_first else 1
+                self.outgoing.check(self._name(), result, sequences, tokens // ranks)
                 self._result_checked = True
-            return result
+            return result if len(result) > 1 else result[0]
         finally:
             relay.clear()
 
-    def make_stand_in(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what replaces the hidden states of other stages, [batch, sequence, hidden_size]."""
-        batch, length, width = hidden.shape
+    def make_stand_in(self, received: torch.Tensor, form: EdgeTensor) -> torch.Tensor:
+        """Return what replaces the hidden states of other stages, of the form that they have for all tokens."""
+        sequences, tokens = self.incoming.tensors[0].microbatch(received)
         rows = 1 if self.is_first else self.tensor_ranks
-        return hidden.new_zeros((batch, length * rows, width), requires_grad=False)
-
-    def _rows_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return hidden states of the form of the result."""
-        return hidden[:, : hidden.shape[1] // self.tensor_ranks] if self.is_first else hidden
+        return received.new_zeros(form.sizes(sequences, tokens * rows), dtype=form.dtype, requires_grad=False)
 
     def _name(self) -> str:
         return f"The stage of layers [{self.first}, {self.last}) of {type(self.whole).__name__}"

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import itertools
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from evenpipe.errors import InputError
+from evenpipe.model.edge import EdgeTensor
 from evenpipe.model.rules import restore_buffers
 
 PROBE_BATCH, PROBE_SEQUENCE = 2, 3
@@ -31,6 +32,23 @@ _NO_MODELS = (
     *(str(_FOLDERS[transformers] / folder) for folder in ("utils", "integrations")),
 )
 """Paths of code that calls models' code, or is called by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A tensor that each layer returns besides the hidden states, and that the next one takes."""
+
+    entry: int
+    """Its place in what a layer returns."""
+    place: int
+    """Its place among a layer's arguments."""
+    argument: str
+
+    def replaced(self, args: tuple, kwargs: dict, tensor: torch.Tensor | None) -> tuple[tuple, dict]:
+        """Return the arguments of a call with another tensor in its place."""
+        if self.place < len(args):
+            return (*args[: self.place], tensor, *args[self.place + 1 :]), kwargs
+        return args, {**kwargs, self.argument: tensor}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +68,12 @@ class Structure:
     the embedding matrix."""
     last_parameters: tuple[str, ...] = ()
     """Parameters outside the layers that act after them (the final norm), without the head."""
+    entering: EdgeTensor
+    """The hidden states that the first layer gets."""
+    handed_on: tuple[EdgeTensor, ...]
+    """What layers hand on to each other, hidden states first."""
+    beside: tuple[Beside, ...] = ()
+    """How layers of transformers hand on the others."""
     writes_to_input: bool = False
     """The forward changes its embedded tokens in place."""
     wants_token: int | None = None
@@ -156,18 +180,18 @@ def identity_forward(
     argument: str,
     returns: int,
     transform: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    beside: torch.Tensor | None = None,
+    beside: Sequence[torch.Tensor | None] = (),
 ):
     """Return a forward for layers of other stages: it returns its hidden states in the form of a real layer's result.
 
-    `beside` is used for the other entries of a tuple.
+    `beside` are the next entries of a tuple; those behind them are None.
     """
 
     def forward(*args, **kwargs):
         hidden = args[0] if args else kwargs[argument]
         if transform is not None:
             hidden = transform(hidden)
-        return (hidden, *(beside,) * (returns - 1)) if returns else hidden
+        return (hidden, *beside, *(None,) * (returns - 1 - len(beside))) if returns else hidden
 
     return forward
 

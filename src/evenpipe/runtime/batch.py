@@ -11,7 +11,7 @@ vocabulary shards, and both ends of an exchange of embedding rows know its size.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
@@ -76,17 +76,24 @@ class Microbatch:
     def tokens(self) -> int:
         return self.token_ids.numel()
 
-    def through(self, stage: int, module: Callable[..., Tensor], hidden: Tensor, **options: Any) -> Tensor:
-        """Return what a stage, of this number, makes of the hidden states of this microbatch."""
+    def through(
+        self, stage: int, module: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor], **options: Any
+    ) -> tuple[Tensor, ...]:
+        """Return what a stage, of this number, makes of its inputs for this microbatch."""
         sight = self.sight
+        if self.position_ids is not None:
+            options["position_ids"] = self.position_ids
         if sight is None:
-            return module(hidden, self.position_ids, self.attention_mask, **options)
-        carried = None if self.carries is None else self.carries.exchange(stage, self.slice, sight.exchange)
-        with seeing(sight if carried is None else replace(sight, exchange=carried)):
-            output = module(hidden, self.position_ids, None, **options)
-        if carried is not None:
-            carried.end_forward()
-        return output
+            if self.attention_mask is not None:
+                options["attention_mask"] = self.attention_mask
+            output = module(*inputs, **options)
+        else:
+            carried = None if self.carries is None else self.carries.exchange(stage, self.slice, sight.exchange)
+            with seeing(sight if carried is None else replace(sight, exchange=carried)):
+                output = module(*inputs, **options)
+            if carried is not None:
+                carried.end_forward()
+        return output if isinstance(output, tuple) else (output,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class HeldPart:
 class HeldModel:
     """One device's part of a model, with weights."""
 
-    stages: dict[int, nn.Module] = field(default_factory=dict)
+    stages: dict[int, Stage | ModuleStage] = field(default_factory=dict)
     """By number."""
     parts: list[HeldPart] = field(default_factory=list)
     """Of its stages."""

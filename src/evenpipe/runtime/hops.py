@@ -1,17 +1,21 @@
 """Handlers of the hops between stages: what travels along an edge for one unit, and back.
 
-forward    hidden [sequences, tokens, hidden_size]; with a router loss its totals [2E+1] fp32
-           (a tensor rank sends its rows, [sequences, tokens / ranks, hidden_size])
-back       the gradient of that; with a router loss the gradient of its probabilities [E] fp32
+forward    the tensors that the stages say; with a router loss its totals [2E+1] fp32
+back       gradients of those that have any; with a router loss the gradient of its probabilities [E] fp32
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from evenpipe.communication.messages import values_of_members
+from evenpipe.errors import InputError
+from evenpipe.model import EdgeSpec, EdgeTensor
+from evenpipe.parallel.groups import Groups
 from evenpipe.runtime.batch import Batch
 from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.row import Row
@@ -21,55 +25,78 @@ from evenpipe.schedule import Transfer, TransferKind
 from evenpipe.schedule.placement import Edge
 
 
-class Part(NamedTuple):
-    """One tensor of what travels."""
+class HasEdges(Protocol):
+    """The end of an edge."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    @property
+    def incoming(self) -> EdgeSpec:
+        """What each edge that leads to the stage carries."""
+        ...
+
+    @property
+    def outgoing(self) -> EdgeSpec:
+        """What each edge that leaves it carries."""
+        ...
+
+
+def check_edges(stages: Mapping[int, HasEdges], edges: Iterable[Edge], groups: Groups) -> None:
+    """Compare what both ends of every edge say, on all processes. Collective.
+
+    Raises:
+        InputError: on every process, if they differ.
+    """
+    own = {str(stage): (str(module.outgoing), str(module.incoming)) for stage, module in stages.items()}
+    tables = values_of_members(groups.everyone, own, "what edges between stages carry")
+    for edge in edges:
+        told = {table[str(stage)][end] for table in tables for end, stage in enumerate(edge) if str(stage) in table}
+        if len(told) > 1:
+            raise InputError(
+                f"model: its stages {edge[0]} and {edge[1]} disagree about what the edge between them carries"
+                f" ({'; or '.join(sorted(told))}), expected the same model on all processes"
+            )
 
 
 class Hops:
     """Sends and receives for the walker. Arguments are those of `Walker`."""
 
-    def __init__(self, values: Values, transport: Transport, router_losses: RouterLosses | None) -> None:
+    def __init__(
+        self,
+        stages: Mapping[int, HasEdges],
+        values: Values,
+        transport: Transport,
+        router_losses: RouterLosses | None,
+    ) -> None:
         self._values = values
         self._transport = transport
-        self._router_losses = router_losses
+        totals = () if router_losses is None else (router_losses.totals_form,)
+        gradients = () if router_losses is None else (router_losses.gradient_form,)
+        self._forward = {stage: (*module.incoming.tensors, *totals) for stage, module in stages.items()}
+        self._back = {stage: (*module.outgoing.gradients, *gradients) for stage, module in stages.items()}
         self.transfers: Mapping[TransferKind, Callable[[Transfer], None]] = {
-            TransferKind.SEND_F: lambda item: self._send(item, self._row.after[item.stage]),
-            TransferKind.RECV_F: lambda item: self._receive(item, self._row.before[item.stage]),
-            TransferKind.SEND_B: lambda item: self._send(item, self._row.before[item.stage][::-1]),
-            TransferKind.RECV_B: lambda item: self._receive(item, self._row.after[item.stage][::-1]),
+            TransferKind.SEND_F: self._send,
+            TransferKind.RECV_F: lambda item: self._receive(item, self._forward),
+            TransferKind.SEND_B: self._send,
+            TransferKind.RECV_B: lambda item: self._receive(item, self._back),
         }
 
     def begin(self, row: Row, batch: Batch) -> None:
-        """Start a step. `whole`: shapes of the hidden states of all tokens, by unit; `shapes`: of this process's
-        rows."""
-        self._row = row
-        size, ranks = self._transport.hidden_size, self._transport.tensor_ranks
-        self.whole = [(*microbatch.token_ids.shape, size) for microbatch in batch.microbatches]
-        self.shapes = [(sequences, tokens // ranks, size) for sequences, tokens, _ in self.whole]
+        """Start a step. `sizes`: by unit, sequences and tokens of this process."""
+        self._row, ranks = row, self._transport.tensor_ranks
+        shapes = [microbatch.token_ids.shape for microbatch in batch.microbatches]
+        self.sizes = [(sequences, tokens // ranks) for sequences, tokens in shapes]
 
-    def sends(self, edge: Edge, unit: int) -> tuple[Part, ...]:
-        """Return what travels along an edge, or back, for one unit."""
-        back = edge[0] > edge[1]
-        parts = [Part("hidden gradient" if back else "hidden", self.shapes[unit], self._transport.hidden_dtype)]
-        if self._router_losses is not None:
-            size = (self._router_losses.size(forward=not back),)
-            parts.append(Part("router gradient" if back else "router totals", size, torch.float32))
-        return tuple(parts)
+    def buffer(self, form: EdgeTensor, unit: int, make: Callable[..., Tensor] = torch.empty) -> Tensor:
+        """Return a new tensor of this process for one unit."""
+        return make(form.sizes(*self.sizes[unit]), dtype=form.dtype, device=self._transport.torch_device)
 
-    def _send(self, item: Transfer, edge: Edge) -> None:
+    def _send(self, item: Transfer) -> None:
         communicator, peer = self._transport.communicator(item), self._transport.ranks[item.members[1]]
-        for tensor in self._values.give((edge, self._row.unit(item))):
+        for tensor in self._values.give((self._row.edge(item), self._row.unit(item))):
             self._values.sent(item, communicator.send(tensor, peer, str(item)))
 
-    def _receive(self, item: Transfer, edge: Edge) -> None:
+    def _receive(self, item: Transfer, forms: Mapping[int, tuple[EdgeTensor, ...]]) -> None:
         communicator, peer = self._transport.communicator(item), self._transport.ranks[item.members[0]]
-        unit, torch_device = self._row.unit(item), self._transport.torch_device
-        buffers = tuple(
-            torch.empty(part.shape, dtype=part.dtype, device=torch_device) for part in self.sends(edge, unit)
-        )
+        edge, unit = self._row.edge(item), self._row.unit(item)
+        buffers = tuple(self.buffer(form, unit) for form in forms[edge[1]])
         handles = [communicator.receive(buffer, peer, str(item)) for buffer in buffers]
         self._values.arriving((edge, unit), buffers, *handles)

@@ -39,6 +39,7 @@ from evenpipe.host.offload import activations_engine
 from evenpipe.layers.random_state import Draws
 from evenpipe.model import (
     Description,
+    EdgeTensor,
     Origin,
     Spec,
     as_stored,
@@ -81,6 +82,7 @@ from evenpipe.runtime.device import Builder, LayerOptions, SharedLayers, Weights
 from evenpipe.runtime.executor import make_executor
 from evenpipe.runtime.expert_group import count_choices, spread_experts
 from evenpipe.runtime.gradient_hooks import lost_hooks
+from evenpipe.runtime.hops import check_edges
 from evenpipe.runtime.inputs import Inputs
 from evenpipe.runtime.model_state import ModelState
 from evenpipe.runtime.pieces import make_cutter
@@ -222,10 +224,11 @@ class Pipeline:
             self._closing.callback(self._groups.close)
             if self_check and self.description.config is not None:
                 self._check_architecture()
-            self._tensor, self.tensor_overlap = cut_layers(self.description, self._groups, self.recipe, self_check)
-            cutter = make_cutter(
-                self.description, self._plan.costs, self.layout.program.slices, self.recipe, self._groups
+            program = self.layout.program
+            self._tensor, self.tensor_overlap = cut_layers(
+                self.description, self._groups, self.recipe, self_check, stages=program.placement.stages
             )
+            cutter = make_cutter(self.description, self._plan.costs, program.slices, self.recipe, self._groups)
             self._cutter, self.context_exchange = cutter
             del copies
             self._load = count_choices(self.description, self._groups, self.tensor_rank)
@@ -249,18 +252,28 @@ class Pipeline:
         layers: Sequence[nn.Module],
         norm: nn.Module | None,
         head: nn.Linear,
+        *,
+        beside: Sequence[EdgeTensor] = (),
         **options: Any,
     ) -> Pipeline:
         """Make a pipeline of plain modules; their weights are copied.
+
+        Layers may hand on further tensors besides the hidden states, each with a shape and dtype of its own:
+
+            beside = [EdgeTensor("memory", ("sequences", "tokens", 16), torch.float64)]
+
+        Then each layer returns the tuple (hidden, memory), and the next one is called with both. The first layer is
+        called with the hidden states only, and of what the last one returns only they are used.
 
         Args:
             embedding: weight [vocabulary, hidden_size].
             layers: each takes and returns hidden states [batch, sequence, hidden_size].
             norm: applied between the last layer and the head, or None.
             head: hidden_size -> vocabulary; tied if its weight is the embedding's.
+            beside: the tensors that layers return behind the hidden states, in order.
             options: as for `Pipeline`.
         """
-        return cls(describe_modules(embedding, layers, norm, head), **options)
+        return cls(describe_modules(embedding, layers, norm, head, beside), **options)
 
     # --- building --------------------------------------------------------------------------------------------
 
@@ -312,6 +325,7 @@ class Pipeline:
             expert_shards=groups.expert_replicas if sharded else None,
             ranks=SharedLayers(self._tensor, self._experts, self._load, self._cutter is not None),
         ).build()
+        check_edges(held.stages, self.layout.program.placement.edges, groups)
         files = read_files(self.description) if self._grid.is_first else {}
         self._state = ModelState(
             description=self.description,

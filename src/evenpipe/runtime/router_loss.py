@@ -10,14 +10,14 @@ Each microbatch has its own loss, like each batch in transformers; a step's loss
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from evenpipe.communication.communicator import Communicator
-from evenpipe.model import RouterLoss
+from evenpipe.model import EdgeTensor, RouterLoss
 from evenpipe.runtime.batch import Microbatch
 from evenpipe.schedule import Program
 
@@ -41,6 +41,10 @@ class RouterLosses:
         context: Communicator | None = None,
     ) -> None:
         self._loss, self._context = loss, context
+        self.totals_form = EdgeTensor("router totals", (2 * loss.experts + 1,), torch.float32)
+        """What travels with the hidden states."""
+        self.gradient_form = EdgeTensor("router gradient", (loss.experts,), torch.float32)
+        """What travels with their gradient."""
         self._replicas, self._tensor_ranks = replicas, tensor_ranks
         self._torch_device = torch_device
         self.accumulate = 1
@@ -106,19 +110,19 @@ class RouterLosses:
         self._gradient = self._at_the_end.pop(unit) if gradient is None else gradient
         return self._gradient
 
-    def call(self, stage: int, module: Callable[..., Tensor], hidden: Tensor, microbatch: Microbatch) -> Tensor:
-        """Run a stage's forward, in F or R. The gradient enters the backward through the returned tensor."""
+    def call(
+        self, stage: int, module: Callable[..., Any], inputs: Sequence[Tensor], microbatch: Microbatch
+    ) -> tuple[Tensor, ...]:
+        """Run a stage's forward, in F or R. The gradient enters the backward through the returned hidden states."""
         logits: list[Tensor] = []
-        output = microbatch.through(stage, module, hidden, router_logits=logits)
+        hidden, *others = microbatch.through(stage, module, inputs, router_logits=logits)
         before = self._loss.start(self._torch_device) if self._totals is None else self._totals
         totals, probabilities = self._loss.add(before, logits, microbatch.attention_mask)
         if self._totals is not None:  # F already has the values: R needs only the graph
             self._totals = totals
-        return _Joined.apply(output, probabilities, self) if probabilities.requires_grad else output
-
-    def size(self, *, forward: bool) -> int:
-        """Return the number of fp32 numbers that travel with the hidden states, or with their gradient."""
-        return 2 * self._loss.experts + 1 if forward else self._loss.experts
+        if probabilities.requires_grad:
+            hidden = _Joined.apply(hidden, probabilities, self)
+        return hidden, *others
 
     def gradient(self) -> Tensor:
         assert self._gradient is not None

@@ -51,10 +51,15 @@ class Row:
         self.program, self._slices = program, program.slices
         placement = program.placement
         self.first_stage, self.last_stage = placement.first_stage, placement.last_stage
-        self.before: dict[int | None, Edge] = {target: (source, target) for source, target in placement.edges}
-        """By stage, the edge from the one before it; the first stage has none."""
-        self.after: dict[int | None, Edge] = {source: (source, target) for source, target in placement.edges}
-        """By stage, the edge to the next one; the last stage has none."""
+        stages = placement.stages_of(device)
+        self.before: dict[int, tuple[Edge, ...]] = {
+            stage: tuple((source, stage) for source in placement.predecessors(stage)) for stage in stages
+        }
+        """By stage, the edges that lead to it; the first stage has none."""
+        self.after: dict[int, tuple[Edge, ...]] = {
+            stage: tuple((stage, target) for target in placement.successors(stage)) for stage in stages
+        }
+        """By stage, the edges that leave it; the last stage has none."""
         self.gradients = not program.forward_only
         self.split: set[StageUnit] = set()
         """Split backwards (I and W)."""
@@ -94,6 +99,15 @@ class Row:
     def unit(self, item: Item) -> int:
         """Return the unit that an item is about."""
         return unit_of(item, self._slices)
+
+    def edge(self, item: Transfer) -> Edge:
+        """Return the edge of a hop, as the data travels."""
+        stage, peer = item.stage, item.peer
+        assert stage is not None
+        if peer is None:  # the only one there
+            forward = item.kind in (TransferKind.SEND_F, TransferKind.RECV_B)
+            peer = self.after[stage][0][1] if forward else self.before[stage][0][0]
+        return (stage, peer) if item.kind in (TransferKind.SEND_F, TransferKind.SEND_B) else (peer, stage)
 
     def place(self, item: Pass) -> StageUnit:
         """Return stage and unit of a pass of a stage."""

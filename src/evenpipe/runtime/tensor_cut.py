@@ -16,18 +16,20 @@ from evenpipe.recipe.recipe import Recipe
 from evenpipe.tensor.check import cut_of_model
 from evenpipe.tensor.layers import ModelCut, report_whole
 from evenpipe.tensor.ring import Ring
+from evenpipe.words import refused
 
 logger = logging.getLogger(__name__)
 
 
 def cut_layers(
-    description: Description, groups: Groups, recipe: Recipe, check: bool
+    description: Description, groups: Groups, recipe: Recipe, check: bool, *, stages: int
 ) -> tuple[tuple[ModelCut, TensorRanks] | None, str | None]:
     """Return the cut and the exchange of this device's ranks, and what runs their transfers beside products in F and I,
     or why nothing does. None and None for one process per device. Collective.
 
     Args:
         check: compare a small copy of the model, cut, with the whole one, on the first process.
+        stages: of the pipeline.
 
     Raises:
         InputError: on every process: the model cannot be cut, or would be trained wrongly; or the recipe asks for
@@ -36,6 +38,9 @@ def cut_layers(
     if groups.tensor is None or groups.everyone is None:
         return None, None
     exchange, is_first = TensorRanks(groups.tensor, groups.running), groups.everyone.position == 0
+    if stages > 1 and description.structure.beside:
+        accepted = f"1 for {stages} stages of {description.architecture}, whose layers hand on more than hidden states"
+        raise refused("tensor_parallel", exchange.size, accepted)
     cut, fault = None, None
     try:
         cut = cut_of_model(description, exchange.size, check=check and is_first)

@@ -9,10 +9,12 @@ arrived.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from itertools import compress
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +25,11 @@ from evenpipe.layers.checkpointing import Switch
 from evenpipe.layers.entrance import StageGraph
 from evenpipe.layers.random_state import Draws, RandomState
 from evenpipe.layers.weight_gradients import WeightGradients
+from evenpipe.model import EdgeTensor
 from evenpipe.parallel.running import Running
 from evenpipe.runtime.accounting import ByteCounter
 from evenpipe.runtime.batch import Batch, Microbatch
-from evenpipe.runtime.hops import Hops
+from evenpipe.runtime.hops import HasEdges, Hops
 from evenpipe.runtime.recording import Recording, StepRecord
 from evenpipe.runtime.router_loss import RouterLosses
 from evenpipe.runtime.row import Row
@@ -41,27 +44,51 @@ if TYPE_CHECKING:
     from evenpipe.runtime.replicas import Replicas
 
 
-class StageModule(Protocol):
+class StageModule(HasEdges, Protocol):
     """The interface of a stage for the walker: any module with such a forward."""
 
     def __call__(
-        self, hidden: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None
-    ) -> Tensor:
-        """hidden: [sequences, tokens, hidden_size], the raw rows of the embedding for the first stage. Returns the same
-        shape; for the last stage, the input of the head."""
+        self, *inputs: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
+        """inputs: the tensors of `incoming`; for the first stage the raw rows of the embedding, [sequences, tokens,
+        hidden_size]. Returns the tensors of `outgoing`; for the last stage, the input of the head."""
         ...
+
+
+_NOT_SAVING = nullcontext()
 
 
 @dataclass(slots=True)
 class _Forwarded:
     """The data that F leaves for the backward of the same stage and unit."""
 
-    input: Tensor | Packed | None = None
-    """What R needs; None if there is none to come."""
+    inputs: Sequence[Any] = ()
+    """What R needs, tensors or `Packed`; empty if there is none to come."""
     graph: StageGraph | None = None
     """None until R has run."""
     random_state: RandomState | None = None
     """State before F, if R must draw the same numbers again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """What the walker looks up about a stage in every pass."""
+
+    received: int
+    """Number of tensors of an edge that leads to it."""
+    differentiable: Sequence[int]
+    """Places of those with a gradient."""
+    gradients: Sequence[EdgeTensor]
+    """What it sends back along each such edge."""
+    returned: Sequence[bool]
+    """Whether the tensors that it returns have gradients."""
+
+    @classmethod
+    def of(cls, stage: HasEdges) -> _Ends:
+        received = stage.incoming.tensors
+        places = [place for place, form in enumerate(received) if form.has_gradient]
+        returned = [bool(form.has_gradient) for form in stage.outgoing.tensors]
+        return cls(len(received), places, stage.incoming.gradients, returned)
 
 
 class Walker:
@@ -105,9 +132,9 @@ class Walker:
         self._embedding = embedding
         self._output = output
         self._vocabulary_passes = vocabulary_passes
-        self._hidden_size = transport.hidden_size
-        self._hidden_dtype = transport.hidden_dtype
+        self._hidden_size, self._hidden_dtype = transport.hidden_size, transport.hidden_dtype
         self._torch_device = transport.torch_device
+        self._ends = {stage: _Ends.of(module) for stage, module in stages.items()}
         self._weight_gradients = WeightGradients() if weight_gradients is None else weight_gradients
         self._checkpointing = Switch() if checkpointing is None else checkpointing
         self._replicas = replicas
@@ -115,7 +142,7 @@ class Walker:
         self._activations = activations
         self._running = Running() if running is None else running
         self._draws = draws
-        self._anchor = torch.empty(0, dtype=self._hidden_dtype, device=self._torch_device, requires_grad=True)
+        self._anchor = torch.empty(0, device=self._torch_device, requires_grad=True)
         self.record_passes = False
         self.counter: ByteCounter | None = None
 
@@ -125,12 +152,12 @@ class Walker:
         self._forwarded: dict[StageUnit, _Forwarded] = {}
         self._changes_input: dict[int, bool] = {}
         """By stage whose F is repeated, whether its layers have changed their input in place."""
-        self._hops = Hops(self._values, transport, router_losses)
+        self._hops = Hops(stages, self._values, transport, router_losses)
         self._vocabulary = VocabularyPasses(self._values, embedding, output, transport, device=device)
         self._pass_handlers: dict[Kind, Callable[[Pass], None]] = {
             Kind.F: self._forward,
-            Kind.B: self._backward,
-            Kind.I: self._input_gradient,
+            Kind.B: partial(self._backward, split=False),
+            Kind.I: partial(self._backward, split=True),
             Kind.W: self._weight_gradient,
             Kind.R: self._recompute,
             Kind.O: self._offload,
@@ -237,38 +264,41 @@ class Walker:
 
     def _forward(self, item: Pass) -> None:
         stage, unit = self._row.place(item)
-        taken: Tensor | None = None
+        inputs: list[Tensor] = []
         totals: list[Tensor] = []
-        if stage != self._row.first_stage:
-            taken, *totals = self._values.take((self._row.before[stage], unit))
-        elif self._vocabulary_passes:
-            (taken,) = self._values.take((TransferKind.ROWS, unit))
+        for edge in self._row.before[stage]:
+            inputs += self._values.take((edge, unit))
+            if self._router_losses is not None:
+                totals.append(inputs.pop())
+        if stage == self._row.first_stage and self._vocabulary_passes:
+            inputs += self._values.take((TransferKind.ROWS, unit))
         if self._router_losses is not None:
             self._router_losses.before_forward(*totals)
         self._values.ready()
         if stage == self._row.first_stage:
             assert self._embedding is not None
-            rows = self._embedding.rows(unit) if taken is None else taken
-            taken = self._embedding.place(rows, unit).view(self._hops.whole[unit])
-        assert taken is not None
+            rows = inputs.pop() if self._vocabulary_passes else self._embedding.rows(unit)
+            sequences, _ = self._hops.sizes[unit]
+            inputs.append(self._embedding.place(rows, unit).view(sequences, -1, self._hidden_size))
         key = (stage, unit)
         if not self._gradients:
-            output = self._call(stage, unit, taken)
+            outputs = self._call(stage, unit, inputs)
         elif key in self._row.recomputed:
-            forwarded = self._forwarded[key] = _Forwarded(taken, random_state=RandomState.of(self._torch_device))
-            output = self._forward_to_repeat(stage, unit, taken)
+            forwarded = self._forwarded[key] = _Forwarded(inputs, random_state=RandomState.of(self._torch_device))
+            outputs = self._forward_to_repeat(stage, unit, inputs)
             if key in self._row.offloaded:
-                forwarded.input = self._saved(key, taken)
+                forwarded.inputs = self._saved(key, inputs)
         else:
-            output = self._forward_with_graph(_Forwarded(), stage, unit, taken)
+            outputs = self._forward_with_graph(_Forwarded(), stage, unit, inputs)
         along = () if self._router_losses is None else self._router_losses.after_forward(stage, unit)
-        result = output.detach()
-        if stage != self._row.last_stage:
-            self._values.put((self._row.after[stage], unit), result.contiguous(), *along)
-        elif self._vocabulary_passes:
-            self._values.put((TransferKind.X, unit), result.reshape(-1, self._hidden_size).contiguous())
-        else:
-            self._whole_output(result.reshape(-1, self._hidden_size), unit)
+        for edge in self._row.after[stage]:
+            self._values.put((edge, unit), *(output.detach().contiguous() for output in outputs), *along)
+        if stage == self._row.last_stage:
+            hidden = outputs[0].detach().reshape(-1, self._hidden_size)
+            if self._vocabulary_passes:
+                self._values.put((TransferKind.X, unit), hidden.contiguous())
+            else:
+                self._whole_output(hidden, unit)
 
     def _whole_output(self, hidden: Tensor, unit: int) -> None:
         """Run the whole output layer and the loss, as part of the last stage's F."""
@@ -277,131 +307,142 @@ class Walker:
         statistics = self._output.forward(hidden, microbatch, unit, gradients=self._gradients)
         self._output.combine(statistics.unsqueeze(0), microbatch, unit, gradients=self._gradients)
 
-    def _forward_to_repeat(self, stage: int, unit: int, hidden: Tensor) -> Tensor:
-        """Run F of a unit with R, which needs the input as it is. Return the output.
+    def _forward_to_repeat(self, stage: int, unit: int, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        """Run F of a unit with R, which needs the inputs as they are. Return the outputs.
 
-        If layers change their input in place, they get a copy. The first F of a stage shows whether they do.
+        If layers change their inputs in place, they get copies. The first F of a stage shows whether they do.
         """
         copies = self._changes_input.get(stage, True)
-        given = hidden.clone() if copies else hidden
-        version = given._version
+        entered = [tensor.clone() for tensor in inputs] if copies else inputs
+        versions = [tensor._version for tensor in entered]
         with torch.no_grad():
-            output = self._call(stage, unit, given)
-        changed = given._version != version
+            outputs = self._call(stage, unit, entered)
+        changed = versions != [tensor._version for tensor in entered]
         if changed and not copies:
             raise InputError(
                 f"schedule: {self._running.text} changes its input in place, which R needs again, and the first F of"
                 f" stage {stage} did not; expected an order without R, or layers that always do or never do"
             )
         self._changes_input[stage] = changed or self._changes_input.get(stage, False)
-        if output.untyped_storage()._cdata == hidden.untyped_storage()._cdata and self._next_is_here(stage):
-            return output.clone()  # all layers were skipped, and the next stage may change what it gets
-        return output
+        if any(target in self._stages for _, target in self._row.after[stage]):  # it may change what it gets in place
+            kept = {tensor.untyped_storage()._cdata for tensor in inputs}
+            return tuple(one.clone() if one.untyped_storage()._cdata in kept else one for one in outputs)
+        return outputs
 
-    def _next_is_here(self, stage: int) -> bool:
-        return stage != self._row.last_stage and self._row.after[stage][1] in self._stages
-
-    def _forward_with_graph(self, forwarded: _Forwarded, stage: int, unit: int, hidden: Tensor) -> Tensor:
-        """Run the stage on its input; keep its graph for the backward, which keeps of the input what it needs. Return
-        the output."""
+    def _forward_with_graph(
+        self, forwarded: _Forwarded, stage: int, unit: int, inputs: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Run the stage on its inputs; keep its graph for the backward, which keeps of the inputs what it needs. Return
+        the outputs."""
         key = (stage, unit)
-        saving: AbstractContextManager[None] = nullcontext()
+        saving: AbstractContextManager[None] = _NOT_SAVING
         if self._row.moves_graph(key):
             assert self._activations is not None
             saving = self._activations.saving(key, self._staying(stage, unit))
-        forwarded.input = None
+        forwarded.inputs = ()
+        ends = self._ends[stage]
         self._weight_gradients.under_way = key if key in self._row.split else None
         self._checkpointing.off = key in self._row.recomputed
         self._running.repeats = key in self._row.recomputed
         graph = forwarded.graph = StageGraph(self._anchor)
         with saving:
-            output = self._call(stage, unit, graph.enter(hidden))
+            places = ends.differentiable
+            if len(inputs) > ends.received:  # from several stages
+                places = [first + place for first in range(0, len(inputs), ends.received) for place in places]
+            outputs = self._call(stage, unit, graph.enter(inputs, places))
         self._checkpointing.off = False
         self._running.repeats = False
         self._weight_gradients.under_way = None
-        graph.leave(output)
+        graph.leave(compress(outputs, ends.returned))
         self._forwarded[key] = forwarded
-        return output
+        return outputs
 
-    def _call(self, stage: int, unit: int, hidden: Tensor) -> Tensor:
+    def _call(self, stage: int, unit: int, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         module, microbatch = self._stages[stage], self._microbatches[unit]
         self._running.place = (stage, unit) if self._gradients else None
         if self._draws is not None:
             self._draws.begin(unit)
         if self._router_losses is not None:
-            return self._router_losses.call(stage, module, hidden, microbatch)
-        return microbatch.through(stage, module, hidden)
+            return self._router_losses.call(stage, module, inputs, microbatch)
+        return microbatch.through(stage, module, inputs)
 
     def _recompute(self, item: Pass) -> None:
-        """R: rebuild the graph that F did not keep, from the stage's input and with the same random numbers."""
+        """R: rebuild the graph that F did not keep, from the stage's inputs and with the same random numbers."""
         stage, unit = self._row.place(item)
         if (stage, unit) in self._row.offloaded:
             self._come_back(item)
         self._values.ready()
         forwarded = self._forwarded[stage, unit]
-        hidden, random_state = forwarded.input, forwarded.random_state
-        assert hidden is not None and random_state is not None
-        if isinstance(hidden, Packed):
-            assert self._activations is not None
-            hidden = self._activations.unpack(hidden)
+        random_state, activations = forwarded.random_state, self._activations
+        assert random_state is not None
+        inputs = [one if activations is None else activations.unpack(one) for one in forwarded.inputs]
         forwarded.random_state = None
         with random_state.restored():
-            self._forward_with_graph(forwarded, stage, unit, hidden)
+            self._forward_with_graph(forwarded, stage, unit, inputs)
 
-    def _backward(self, item: Pass) -> None:
-        self._gradients_of_stage(item, split=False)
-
-    def _input_gradient(self, item: Pass) -> None:
-        self._gradients_of_stage(item, split=True)
-
-    def _gradients_of_stage(self, item: Pass, *, split: bool) -> None:
+    def _backward(self, item: Pass, *, split: bool) -> None:
         """B, or I, which leaves the weight gradients of linear layers and of a whole output layer to W."""
         stage, unit = self._row.place(item)
-        gradient: Tensor | None = None
+        ends, microbatch = self._ends[stage], self._microbatches[unit]
+        gradients: Sequence[Tensor] = ()
         along: list[Tensor] = []
-        if stage != self._row.last_stage:
-            gradient, *along = self._values.take((self._row.after[stage][::-1], unit))
-        elif self._vocabulary_passes:
-            (gradient,) = self._values.take((TransferKind.DX, unit))
+        for edge in self._row.after[stage]:
+            received: Sequence[Tensor] = self._values.take((edge[::-1], unit))
+            if self._router_losses is not None:
+                *received, probabilities = received
+                along.append(probabilities)
+            gradients = [*map(torch.add, gradients, received)] if gradients else received
+        if stage == self._row.last_stage and self._vocabulary_passes:
+            gradients = self._values.take((TransferKind.DX, unit))
         if self._router_losses is not None:
             along = [self._router_losses.before_backward(unit, *along)]
         if self._row.moves_graph((stage, unit)):
             self._come_back(item)
         self._values.ready()
-        if gradient is None:
-            assert self._output is not None
-            gradient = self._output.hidden_gradient(unit) if split else self._output.backward(unit)
-            assert gradient is not None
         if stage == self._row.last_stage:
-            gradient = gradient.to(self._hidden_dtype).view(self._hops.shapes[unit])
+            (hidden_gradient,) = gradients or (self._whole_output_gradient(unit, split),)
+            gradients = (hidden_gradient.to(self._hidden_dtype).view(*self._hops.sizes[unit], self._hidden_size),)
+            del hidden_gradient
         graph = self._forwarded.pop((stage, unit)).graph
         assert graph is not None
         if split:
             self._weight_gradients.begin((stage, unit))
         self._running.place = (stage, unit)
-        input_gradient = graph.backward(gradient)
+        of_inputs = iter(graph.backward(gradients))
         self._weight_gradients.under_way = None
-        microbatch = self._microbatches[unit]
         if microbatch.carries is not None:
             microbatch.carries.end_backward(stage, microbatch.slice)
-        if stage != self._row.first_stage:
-            if input_gradient is None:  # a stage before this one awaits one all the same
-                input_gradient = self._zeros(self._hops.shapes[unit])
-            self._values.put((self._row.before[stage][::-1], unit), input_gradient.contiguous(), *along)
-            return
+        for edge in self._row.before[stage]:
+            sent = []
+            for form in ends.gradients:
+                gradient = next(of_inputs)
+                if gradient is None:  # a stage before this one awaits one all the same
+                    gradient = self._hops.buffer(form, unit, torch.zeros)
+                sent.append(gradient.contiguous())
+            self._values.put((edge[::-1], unit), *sent, *along)
+        if stage == self._row.first_stage:
+            self._gradient_of_rows(next(of_inputs), unit)
+
+    def _whole_output_gradient(self, unit: int, split: bool) -> Tensor:
+        """Run the backward of the whole output layer, as part of the last stage's B or I."""
+        assert self._output is not None
+        gradient = self._output.hidden_gradient(unit) if split else self._output.backward(unit)
+        assert gradient is not None
+        return gradient
+
+    def _gradient_of_rows(self, gradient: Tensor | None, unit: int) -> None:
+        """Hand on the gradient of the first stage's input, [sequences, tokens, hidden_size]; None: it has none."""
         assert self._embedding is not None
-        if input_gradient is None:
+        if gradient is None:
             if not self._vocabulary_passes:
                 return
-            input_gradient = self._zeros(self._hops.whole[unit])
-        rows_gradient = self._embedding.pick(input_gradient.reshape(-1, self._hidden_size), unit)
+            shape = (self._microbatches[unit].tokens, self._hidden_size)
+            gradient = torch.zeros(shape, dtype=self._hidden_dtype, device=self._torch_device)
+        rows_gradient = self._embedding.pick(gradient.reshape(-1, self._hidden_size), unit)
         if self._vocabulary_passes:
             self._values.put((TransferKind.ROW_GRADIENTS, unit), rows_gradient)
         else:
             self._embedding.add_gradient(rows_gradient, unit)
-
-    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.zeros(shape, dtype=self._hidden_dtype, device=self._torch_device)
 
     def _weight_gradient(self, item: Pass) -> None:
         stage, unit = self._row.place(item)
@@ -413,11 +454,11 @@ class Walker:
 
     # --- activations on the host -----------------------------------------------------------------------------
 
-    def _saved(self, key: StageUnit, hidden: Tensor) -> Packed | Tensor:
-        """Return a stage's input that waits for R, and goes to the host meanwhile."""
+    def _saved(self, key: StageUnit, inputs: list[Tensor]) -> list[Packed | Tensor]:
+        """Return a stage's inputs that wait for R, and go to the host meanwhile."""
         assert self._activations is not None
         with self._activations.saving(key, ()):
-            return self._activations.pack(hidden)
+            return [self._activations.pack(tensor) for tensor in inputs]
 
     def _staying(self, stage: int, unit: int) -> Iterator[Tensor]:
         """Return tensors that F reads but does not own."""
