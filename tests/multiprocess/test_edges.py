@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from evenpipe import EdgeTensor, InputError, OffloadOptions, Pipeline
-from evenpipe.layers.compilation import compile_layer
+from evenpipe.layers import compilation
 from evenpipe.memory.traced import StageTracer, Tracing
 from evenpipe.model import describe, describe_modules, gradient_errors
-from evenpipe.runtime import device
 from evenpipe.schedule import add_recompute, generate
 
 VOCABULARY, WIDTH, NARROW, KINDS = 37, 12, 5, 7
@@ -106,8 +105,9 @@ def one_process(case: Case, ids: Tensor, labels: Tensor) -> tuple[float, dict[st
 
 
 def faults_of_cases(cases: list[Case]) -> list[str]:
-    compiled = partial(compile_layer, backend="aot_eager")  # other backends round the fp32 tensor in another way
-    with mock.patch.object(device, "compile_layer", compiled):
+    # Other backends round the fp32 tensor in another way.
+    compiled = partial(compilation.compile_layer, backend="aot_eager")
+    with mock.patch.object(compilation, "compile_layer", compiled):
         return [fault for case in cases for fault in faults_of(case)]
 
 
@@ -136,17 +136,17 @@ CASES = [
     Case(1, {"schedule": "interleaved", "schedule_options": {"stages_per_device": 4}}),
     *(Case(4, {"schedule": schedule}) for schedule in ("1f1b", "zb-h1", "interleaved", "zbv", "dualpipe-v")),
     Case(3, {"schedule": "zbv", "vocabulary": "first-last"}),
-    Case(2, {"schedule": "zbv", "checkpointing": "full"}),
-    Case(2, {"schedule": "zb-h1", "checkpointing": "selective"}),
-    Case(4, {"checkpointing": "full", "vocabulary": "vocab-1"}, torch.float32),
+    Case(2, {"schedule": "zbv", "activation_checkpointing": "full"}),
+    Case(2, {"schedule": "zb-h1", "activation_checkpointing": "selective"}),
+    Case(4, {"activation_checkpointing": "full", "vocabulary": "vocab-1"}, torch.float32),
     Case(2, {"schedule": "zbv", "recompute": True}),
     Case(2, {"schedule": "zbv", "recompute": True}, in_place=True),
     Case(2, {"schedule": "zbv"}, in_place=True),
     Case(2, {"recompute": True, "offload": HOST}, in_place=True),
     Case(2, {"offload": HOST, "schedule": "interleaved"}),
-    Case(2, {"compile_layers": True, "checkpointing": "full"}),
+    Case(2, {"compile_layers": True, "activation_checkpointing": "full"}),
     Case(2, {"layers_per_stage": [0, 3, 5, 0], "schedule": "interleaved"}),
-    Case(4, {"replicas": 2, "data_parallel": "shard", "schedule": "zbv"}, torch.float32),
+    Case(4, {"dp": 2, "data_parallel": "shard", "schedule": "zbv"}, torch.float32),
 ]
 
 
@@ -164,11 +164,11 @@ ZAYA = {
 }
 OPT = {**COMMON, "ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False, "dropout": 0.0}
 FAMILIES = [
-    ("zaya", ZAYA, 2, {"schedule": "zbv", "checkpointing": "full"}),
+    ("zaya", ZAYA, 2, {"schedule": "zbv", "activation_checkpointing": "full"}),
     ("zaya", ZAYA, 2, {"schedule": "interleaved", "layers_per_stage": [0, 3, 1, 0], "offload": HOST}),
-    ("zaya", ZAYA, 4, {"replicas": 2, "expert_parallel": 2}),
-    ("opt", OPT, 4, {"schedule": "zb-h1", "checkpointing": "full"}),
-    ("opt", OPT, 4, {"tensor_parallel": 2, "layers_per_stage": [4, 0]}),
+    ("zaya", ZAYA, 4, {"dp": 2, "ep": 2}),
+    ("opt", OPT, 4, {"schedule": "zb-h1", "activation_checkpointing": "full"}),
+    ("opt", OPT, 4, {"tp": 2, "layers_per_stage": [4, 0]}),
     ("opt", OPT, 2, {"vocabulary": "first-last", "layers_per_stage": [0, 4]}),
 ]
 
@@ -203,8 +203,8 @@ def test_families(model_type: str, settings: dict[str, Any], processes: int, opt
 
 def refused_on_tensor_ranks() -> None:
     model = whole_model(transformers.AutoConfig.for_model("zaya", **ZAYA))
-    with pytest.raises(InputError, match="tensor_parallel is 2; it must be 1 for 2 stages of ZayaForCausalLM"):
-        Pipeline(model, microbatches=2, tensor_parallel=2, self_check=False)
+    with pytest.raises(InputError, match="tp is 2; it must be 1 for 2 stages of ZayaForCausalLM"):
+        Pipeline(model, microbatches=2, tp=2, self_check=False)
 
 
 def test_a_second_tensor_does_not_travel_between_tensor_ranks() -> None:

@@ -40,7 +40,7 @@ def cut_layers(
     exchange, is_first = TensorRanks(groups.tensor, groups.running), groups.everyone.position == 0
     if stages > 1 and description.structure.beside:
         accepted = f"1 for {stages} stages of {description.architecture}, whose layers hand on more than hidden states"
-        raise refused("tensor_parallel", exchange.size, accepted)
+        raise refused("tp", exchange.size, accepted)
     cut, fault = None, None
     try:
         cut = cut_of_model(description, exchange.size, check=check and is_first)
