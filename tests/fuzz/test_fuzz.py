@@ -41,7 +41,8 @@ def test_pairs_of_everything_are_right_or_refused(request: pytest.FixtureRequest
         if verdict.complaints
     ]
     assert not wrong, "\n".join(wrong)
-    assert sum(verdict.word == "right" for verdict in verdicts) >= 2 / 3 * len(numbers)
+    least = 1 / 2 if options.quick else 2 / 3  # about a seventh is refused: of 20 by chance sometimes a third
+    assert sum(verdict.word == "right" for verdict in verdicts) >= least * len(numbers)
 
 
 def test_resumed_runs_read_each_row_once_and_a_wrong_position_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,6 +274,16 @@ def test_programs_are_arranged_by_costs_of_their_slices() -> None:
     assert layout(measured, slices=1).costs.slices == {}
 
 
+def test_the_order_of_a_function_is_cut_into_slices() -> None:
+    def layout(schedule: Any) -> Layout:
+        recipe = Recipe.of(pp=4, microbatches=4, slices=3, vocabulary="first-last", schedule=schedule)
+        return Layout.of(recipe, model(4096), embedding_rows=100, head_rows=100, tied=False)
+
+    by_function = layout(lambda devices, microbatches: generate("1f1b", devices, microbatches))
+    assert by_function.program.slices == 3
+    assert by_function.program == layout("1f1b").program
+
+
 def test_measured_slices_decide_where_rows_are_cut() -> None:
     true = ROWS.with_share(0.8, 4096)
     measured = sliced_costs(Costs(F=1.0, B=2.0), true, (1024, 2048, 3072, 4096))

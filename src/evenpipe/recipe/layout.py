@@ -113,9 +113,9 @@ class Layout:
         base = runnable_order(recipe)
         split = layers_per_stage(recipe, model, base)
         costs = arranging_costs(recipe, model, base.placement, split)
-        # A named schedule is rearranged with costs.
+        # A named schedule is rearranged with costs, and a function makes another order of slices.
         order, program = plan_program(
-            schedule if isinstance(schedule, (str, Program)) else base,
+            schedule if isinstance(schedule, (str, Program)) or recipe.slices > 1 else base,
             devices,
             recipe.microbatches,
             mode,
