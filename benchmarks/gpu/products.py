@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from evenpipe.costs.hardware import ATTENTION_BACKWARD, KNOWN, Hardware
-from evenpipe.experts.products import Groups, grouped_outer, grouped_product
+from evenpipe.model.products import PLAIN, Groups
 
 COPIES = 3
 """Of the operands, which take turns."""
@@ -94,8 +94,8 @@ class Case:
         def run(operands: tuple[Tensor, Tensor]) -> Tensor:
             left, right = operands
             if self.kind == "W":
-                return grouped_outer(left, right, groups)
-            return grouped_product(left, right.transpose(1, 2) if self.kind == "F" else right, groups)
+                return PLAIN.grouped_weight_gradient(left, right, groups)
+            return PLAIN.grouped_output(left, right.transpose(1, 2) if self.kind == "F" else right, groups)
 
         return run
 

@@ -17,15 +17,14 @@ import torch
 from families import EXPERTS, tiny_config, whole_model
 from torch import Tensor
 
-from evenpipe.experts import function
 from evenpipe.experts.adopt import OwnExperts
 from evenpipe.experts.function import Call, Overlap, first_of, run
 from evenpipe.experts.layout import alone, spread
 from evenpipe.experts.load import Load
-from evenpipe.experts.products import Groups, fill_grouped, grouped_outer, grouped_product
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
 from evenpipe.layers.weight_gradients import WeightGradients
 from evenpipe.model import gradient_errors
+from evenpipe.model.products import PLAIN, Groups, Products, fill_grouped
 from evenpipe.parallel.running import Running
 from evenpipe.processes.signs import cause_of
 from evenpipe.tensor.threads import in_threads
@@ -301,11 +300,11 @@ def test_products_by_group(dtype) -> None:
     rows, matrices, right = (torch.randn(*shape).to(dtype) for shape in ((12, 16), (4, 16, 8), (12, 8)))
     for ends in ([5, 5, 9, 12], [0, 12, 12, 12], [0, 0, 0, 12]):
         stops = Groups(torch.tensor(ends, dtype=torch.int32))
-        products, outer = grouped_product(rows, matrices, stops), grouped_outer(rows, right, stops)
+        products, outer = PLAIN.grouped_output(rows, matrices, stops), PLAIN.grouped_weight_gradient(rows, right, stops)
         for expert, (start, end) in enumerate(itertools.pairwise([0, *ends])):
             torch.testing.assert_close(products[start:end], rows[start:end] @ matrices[expert])
             torch.testing.assert_close(outer[expert], rows[start:end].t() @ right[start:end])
-    whole = grouped_product(rows, matrices, Groups(torch.tensor([5, 5, 9, 12], dtype=torch.int32)))
+    whole = PLAIN.grouped_output(rows, matrices, Groups(torch.tensor([5, 5, 9, 12], dtype=torch.int32)))
     places = torch.tensor([0, 1, 2, 7, 8, 9])  # of the experts 0, 2, 2, 3
     part = torch.full_like(whole, 7.0)
     fill_grouped(part, places, rows[places], matrices, Groups(torch.tensor([3, 3, 5, 6], dtype=torch.int32)))
@@ -319,7 +318,8 @@ def test_products_by_group(dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "split"), [("grouped_product", False), ("grouped_outer", False), ("grouped_outer", True)]
+    ("broken", "split"),
+    [("grouped_output", False), ("grouped_weight_gradient", False), ("grouped_weight_gradient", True)],
 )
 def test_the_error_of_exhausted_memory_says_whose_rows_are_too_many(monkeypatch, broken: str, split: bool) -> None:
     """In F, in the backward, and in W."""
@@ -333,7 +333,7 @@ def test_the_error_of_exhausted_memory_says_whose_rows_are_too_many(monkeypatch,
     call = Call(
         experts_of("mixtral"), alone(index, 4), None, Overlap(), queue if split else None, name="layers.3.experts"
     )
-    monkeypatch.setattr(function, broken, exhausted)
+    monkeypatch.setattr(Products, broken, exhausted)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         run(call, hidden.requires_grad_(), weights).sum().backward()
         queue.compute((0, 0))

@@ -6,9 +6,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import reference
@@ -23,9 +25,12 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from evenpipe import InputError, LayerTransform, LinearTerm, Pipeline, add_term
+from evenpipe.layers import compilation
 from evenpipe.layers.weight_gradients import SplitBackward, WeightGradients, unsplit_matrices
 from evenpipe.model import build_stage, describe_modules
 from evenpipe.model.fp64 import InFp64
+from evenpipe.model.linear import use_products
+from evenpipe.model.products import Groups, Products
 from evenpipe.model.transform import added_modules, apply_to_all, reset_added, transformed
 from evenpipe.schedule import SCHEDULES
 from evenpipe.tensor.check import cut_of_model
@@ -71,13 +76,17 @@ class OnlySome:
         self.inner.apply(model, {number: layer for number, layer in layers.items() if number in self.numbers})
 
 
-def in_one_process(case: Case, transform: LayerTransform) -> nn.Module:
-    description = described(case.family, case.tied)
+Reference = Callable[[Case], tuple[nn.Module, dict[str, int]]]
+"""Returns the changed model, and by what its gradients are multiplied to get those that are expected."""
+
+
+def with_low_rank_terms(case: Case) -> tuple[nn.Module, dict[str, int]]:
+    transform, description = LowRank(3), described(case.family, case.tied)
     model = copy.deepcopy(description.model)
     apply_to_all(model, description.structure.layers_name, [transform])
     for name, module in added_modules(model, transformed(description, [transform]).added):
         reset_added(name, module, seed=0)
-    return model
+    return model, {}
 
 
 FAMILIES = ("llama", "phi3", "gemma2", "gpt2", "mixtral", "qwen2-moe", "deepseek-v3")
@@ -115,25 +124,99 @@ CASES = [
 ]
 
 
-def faults_of(cases: list[Case]) -> list[str]:
+COMPILED = [
+    Case(family, schedule=schedule, checkpointing=checkpointing)
+    for family in ("llama", "gpt2")
+    for schedule in ("1f1b", "zb-h1")
+    for checkpointing in ("none", "full", "selective")
+]
+
+
+def faults_of(
+    cases: list[Case], transform: LayerTransform, reference_of: Reference, options: Mapping[str, Any] | None = None
+) -> list[str]:
     faults = []
-    transform = LowRank(3)
+    compilation.compile_layer = partial(compilation.compile_layer, backend="aot_eager")  # in fp64, and quickly
     for case in cases:
         ((ids, labels),) = reference.batches(61, case.microbatches * case.replicas, TOKENS, 1)
-        with InFp64(), contextlib.closing(opened(case, transforms=[transform])) as pipeline:
+        with InFp64(), contextlib.closing(opened(case, transforms=[transform], **(options or {}))) as pipeline:
             parts = [case.part(pipeline.replica, one) for one in (ids, labels)]
             loss, gradients = pipeline.step(*parts).loss, pipeline.full_gradients()
             if dist.get_rank():
                 continue
-            wanted = reference.train(in_one_process(case, transform), [(ids, labels)])
-        error, name = reference.worst(gradients, wanted.gradients)
+            model, factors = reference_of(case)
+            wanted = reference.train(model, [(ids, labels)])
+        expected = {name: gradient * factors.get(name, 1) for name, gradient in wanted.gradients.items()}
+        error, name = reference.worst(gradients, expected)
         if not (error <= 1e-10 and abs(loss / wanted.losses[0] - 1) <= 1e-10):
             faults.append(f"{case}: loss {loss} for {wanted.losses[0]}, gradient of {name} off by {error:.1e}")
     return faults
 
 
 def test_gradients_are_those_of_one_process(sample) -> None:
-    check_cases(faults_of, sample(CASES, 6))
+    check_cases(partial(faults_of, transform=LowRank(3), reference_of=with_low_rank_terms), sample(CASES, 6))
+
+
+class Doubled(Products):
+    """Every product as if the weight were twice as large."""
+
+    def output(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super().output(hidden, 2 * weight, bias)
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        return 2 * super().input_gradient(gradient, weight)
+
+    def weight_gradient(self, gradient: Tensor, hidden: Tensor, *, transposed: bool = False) -> Tensor:
+        return 2 * super().weight_gradient(gradient, hidden, transposed=transposed)
+
+    def grouped_output(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+        return 2 * super().grouped_output(rows, matrices, groups)
+
+    def grouped_input_gradient(self, gradient: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+        return 2 * super().grouped_input_gradient(gradient, matrices, groups)
+
+    def grouped_weight_gradient(
+        self, gradient: Tensor, rows: Tensor, groups: Groups, *, transposed: bool = False
+    ) -> Tensor:
+        return 2 * super().grouped_weight_gradient(gradient, rows, groups, transposed=transposed)
+
+
+def multiplying(layer: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The linear layers in a layer, and its experts."""
+    return [
+        (name, module)
+        for name, module in layer.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) or "down_proj" in module._parameters
+    ]
+
+
+class WithDoubledProducts:
+    def apply(self, model: nn.Module, layers: Mapping[int, nn.Module]) -> None:
+        for layer in layers.values():
+            for _, module in multiplying(layer):
+                use_products(module, Doubled())
+
+
+def with_doubled_weights(case: Case) -> tuple[nn.Module, dict[str, int]]:
+    """The gradient of W where a model has 2 W is twice that of its weight."""
+    description = described(case.family, case.tied)
+    model, factors = copy.deepcopy(description.model), {}
+    for name, layer in model.get_submodule(description.structure.layers_name).named_children():
+        for inner, module in multiplying(layer):
+            for leaf, weight in module.named_parameters(recurse=False):
+                if "bias" not in leaf:
+                    weight.data *= 2
+                    factors[f"{description.structure.layers_name}.{name}.{inner}.{leaf}"] = 2
+    return model, factors
+
+
+def test_products_of_another_kind_are_used_wherever_a_weight_is_multiplied(sample) -> None:
+    """Once each: by split and whole backwards, tensor ranks, compiled layers, experts of a group."""
+    doubled = partial(faults_of, transform=WithDoubledProducts(), reference_of=with_doubled_weights)
+    check_cases(doubled, sample(CASES, 6))
+    on_tensor_ranks = [case for case in CASES if case.tensor_ranks > 1]
+    check_cases(partial(doubled, options={"tensor_overlap": "ring"}), sample(on_tensor_ranks, 2))
+    check_cases(partial(doubled, options={"compile_layers": True}), sample(COMPILED, 2))
 
 
 # --- what stays of a layer --------------------------------------------------------------------------------------------

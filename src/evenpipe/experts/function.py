@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
@@ -30,12 +31,15 @@ from torch import Tensor
 
 from evenpipe.experts.layout import Exchange, Layout
 from evenpipe.experts.overlap import Overlap, blocks
-from evenpipe.experts.products import fill_grouped, grouped_outer, grouped_product
 from evenpipe.layers.checkpointing import only_saves
 from evenpipe.layers.own_operations import own_operation
 from evenpipe.layers.weight_gradients import Entry, WeightGradients
+from evenpipe.model.products import PLAIN, Groups, Products, fill_grouped, products_of
 from evenpipe.words import count
 from evenpipe.work import NOTHING, Work
+
+GroupedProduct = Callable[[Tensor, Tensor, Groups], Tensor]
+"""[rows, in] times [experts, in, out], with the rows of each expert -> [rows, out]."""
 
 
 class Listener(Protocol):
@@ -82,6 +86,11 @@ class Call:
         """Return [experts, in, out]."""
         found: Tensor = getattr(self.experts, name).detach()
         return found if self.experts.is_transposed else found.mT
+
+    @property
+    def products(self) -> Products:
+        """How rows and matrices are multiplied."""
+        return products_of(self.experts)
 
     @property
     def first(self) -> str:
@@ -152,7 +161,8 @@ class _Experts(torch.autograd.Function):
         with torch.enable_grad():  # while they arrive
             leaf = first.requires_grad_()
             gated = call.gate(leaf)
-        of_gated = _arrived_product(call, of_rows, call.matrices("down_proj").mT, arriving)
+        multiply = call.products.grouped_input_gradient
+        of_gated = _arrived_product(call, multiply, of_rows, call.matrices("down_proj").mT, arriving)
         plain = gated.detach()
         of_weight = (of_gated * plain).sum(1, dtype=_wide(plain.dtype))
         bias = call.bias("down_proj")
@@ -161,7 +171,9 @@ class _Experts(torch.autograd.Function):
         (of_first,) = torch.autograd.grad(gated, leaf, _weighted(of_gated, weight))
         del gated, leaf, of_gated
         sum_of_weights = _start_weights(call, of_weight, ctx.shape, ctx.dtype) if ctx.needs_input_grad[1] else None
-        leaving = _start_leaving(call, of_first, call.matrices(call.first).mT) if ctx.needs_input_grad[0] else None
+        leaving = None
+        if ctx.needs_input_grad[0]:
+            leaving = _start_leaving(call, multiply, of_first, call.matrices(call.first).mT)
         entry = _entry(call, rows, of_rows, of_first, gated=plain, weight=weight)
         if call.queue is not None:
             call.queue.add(entry)
@@ -182,13 +194,13 @@ def _entry(call: Call, rows: Tensor, of_rows: Tensor, of_first: Tensor, *, gated
     def gradients() -> tuple[Tensor, ...]:
         found: dict[str, Tensor] = {}
         output = of_rows[layout.row]
+        multiply = partial(call.products.grouped_weight_gradient, transposed=experts.is_transposed)
         for name, left, right in (
             (call.first, rows[layout.row] if call.first in names else None, of_first),
             ("down_proj", _weighted(gated, weight) if "down_proj" in names else None, output),
         ):
             if left is not None:
-                pair = (left, right) if experts.is_transposed else (right, left)
-                found[name] = grouped_outer(*pair, layout.groups)
+                found[name] = multiply(right, left, layout.groups)
         biases = {f"{call.first}_bias": of_first, "down_proj_bias": output}
         chosen = [name for name in biases if name in names]
         if chosen:
@@ -221,7 +233,7 @@ def _to_experts(call: Call, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Te
         there = asked.new_empty(layout.rows, asked.shape[1])
         there[: layout.own] = asked[: layout.own]
         pending = call.exchange.start(there[layout.own :], asked[layout.own :], layout.received, layout.sent, "weights")
-    first = _arrived_product(call, rows, call.matrices(call.first), arriving)
+    first = _arrived_product(call, call.products.grouped_output, rows, call.matrices(call.first), arriving)
     bias = call.bias(call.first)
     if bias is not None:
         first += bias[layout.expert]
@@ -262,13 +274,15 @@ def _start_one(call: Call, output: Tensor, leaving: Tensor, distance: int, what:
     )
 
 
-def _arrived_product(call: Call, rows: Tensor, matrices: Tensor, arriving: list[Work]) -> Tensor:
+def _arrived_product(
+    call: Call, multiply: GroupedProduct, rows: Tensor, matrices: Tensor, arriving: list[Work]
+) -> Tensor:
     """Return [pairs, out]: rows, of which some arrive yet, times [experts, in, out]."""
     layout, exchange = call.layout, call.exchange
     if exchange is None or call.overlap.arrivals == 1:
         for pending in arriving:
             pending.wait()
-        return grouped_product(rows[layout.row], matrices, layout.groups)
+        return multiply(rows[layout.row], matrices, layout.groups)
     parts = layout.own_first
     if call.overlap.arrivals > 2:
         own, *others = layout.by_sender
@@ -276,7 +290,11 @@ def _arrived_product(call: Call, rows: Tensor, matrices: Tensor, arriving: list[
     result = rows.new_empty(layout.pairs, matrices.shape[2])
     for part, pending in zip(parts, (NOTHING, *arriving), strict=True):
         pending.wait()
-        fill_grouped(result, part.places, rows[layout.row[part.places]], matrices, part.groups)
+        here = rows[layout.row[part.places]]
+        if here.is_cpu and call.products is PLAIN:
+            fill_grouped(result, part.places, here, matrices, part.groups)
+        else:
+            result[part.places] = multiply(here, matrices, part.groups)
     return result
 
 
@@ -292,7 +310,7 @@ def _to_tokens(call: Call, gated: Tensor, weight: Tensor) -> Tensor:
             products if bias is None else products.addcmul_(bias[expert, columns], weight[:, None].to(products.dtype))
         )
 
-    leaving = _start_leaving(call, gated, call.matrices("down_proj"), add)
+    leaving = _start_leaving(call, call.products.grouped_output, gated, call.matrices("down_proj"), add)
     return _arrived(call, leaving)
 
 
@@ -327,7 +345,11 @@ class _Leaving(NamedTuple):
 
 
 def _start_leaving(
-    call: Call, pairs: Tensor, matrices: Tensor, add: Callable[[Tensor, slice], Tensor] | None = None
+    call: Call,
+    multiply: GroupedProduct,
+    pairs: Tensor,
+    matrices: Tensor,
+    add: Callable[[Tensor, slice], Tensor] | None = None,
 ) -> list[_Leaving]:
     """Multiply [pairs, in] by [experts, in, out], sum by row, and send the sums back, block by block of columns.
 
@@ -335,7 +357,7 @@ def _start_leaving(
     """
     layout, found = call.layout, []
     for columns in blocks(matrices.shape[2], call.overlap.columns if call.exchange else 1):
-        products = grouped_product(pairs, matrices[:, :, columns], layout.groups)
+        products = multiply(pairs, matrices[:, :, columns], layout.groups)
         here = layout.by_row.sum(products if add is None else add(products, columns))
         back, pending = here, NOTHING
         if call.exchange is not None:

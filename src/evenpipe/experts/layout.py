@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from evenpipe.experts.products import Groups
+from evenpipe.model.products import Groups
 from evenpipe.work import Work
 
 

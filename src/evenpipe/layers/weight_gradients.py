@@ -29,10 +29,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from evenpipe.layers.checkpointing import only_saves
 from evenpipe.model.linear import is_one_product, is_transposed, specialised
+from evenpipe.model.products import PLAIN, products_of
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ class Source(Protocol):
         ...
 
     def product(self, layer: nn.Module) -> Tensor | None:
-        """Return the layer's output [n, out], if it was made while the input arrived."""
+        """Return the layer's output [n, out], if it was made while the input arrived: only of plain products."""
         ...
 
     def start(self, saved: Tensor) -> None:
@@ -268,9 +268,9 @@ class SplitLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._tapped is not None:
-            return _TappedLinear.apply(x, self.transposed, *self._tapped)
+            return _TappedLinear.apply(x, self, *self._tapped)
         if not torch.compiler.is_compiling() and is_trained(self):
-            source, sums = self._source, self._sums
+            source, sums = self._source, self._sums if products_of(self) is PLAIN else None
             if source is not None and not (x.requires_grad and torch.is_grad_enabled() and source.gave(x)):
                 source = None
             if sums is not None and x.requires_grad and torch.is_grad_enabled():
@@ -314,7 +314,7 @@ class _Linear(torch.autograd.Function):
             made = None if source is None else source.product(layer)
         if made is not None:
             return torch.ops.aten._unsafe_view(made, shape)  # type: ignore[no-any-return]
-        output = functional.linear(hidden, weight.t() if layer.transposed else weight, bias)
+        output = products_of(layer).output(hidden, weight.t() if layer.transposed else weight, bias)
         # Some models change it in place, which autograd forbids for a view returned by a function.
         return output.new_empty(0).set_(output) if output._is_view() else output  # type: ignore[call-overload]
 
@@ -322,7 +322,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
         (saved,) = ctx.saved_tensors
         layer, in_rows, source, sums = ctx.of
-        weight = layer._parameters["weight"]
+        products, weight = products_of(layer), layer._parameters["weight"]
         matrix = weight.t() if layer.transposed else weight
         of_input = None
         if sums is not None:
@@ -332,39 +332,34 @@ class _Linear(torch.autograd.Function):
         entry = linear_entry(layer, saved.detach(), gradient, in_rows, source)
         if layer._weight_gradients.under_way is not None:
             layer._weight_gradients.add(entry)
-            if source is not None and source.takes(gradient, matrix):
+            if source is not None and products is PLAIN and source.takes(gradient, matrix):
                 return None, None, None, None
         elif source is not None:  # the backward is not split: the input's source says when
             source.start(saved)
             source.later(entry.compute)
         else:
             entry.compute()
-        return input_gradient(gradient, matrix) if of_input is None else of_input, None, None, None
-
-
-def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return [..., out] times [out, in]: one matrix product for any layout, as in torch's own backward."""
-    if gradient.is_contiguous():
-        return gradient.matmul(weight)
-    return (gradient.reshape(-1, weight.shape[0]) @ weight).view(*gradient.shape[:-1], weight.shape[1])
+        return products.input_gradient(gradient, matrix) if of_input is None else of_input, None, None, None
 
 
 class _TappedLinear(torch.autograd.Function):
     """x W^T + b, whose backward returns x and the gradient of the output [tokens, ...] as the gradients of taps."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, transposed: bool, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, layer: SplitLayer, *given: Tensor) -> Tensor:
         """given: `Taps`."""
         weight, bias, _, _ = given
         ctx.save_for_backward(hidden, weight)
-        ctx.transposed = transposed
-        return functional.linear(hidden, weight.t() if transposed else weight, bias)
+        ctx.how = products, transposed = products_of(layer), layer.transposed
+        return products.output(hidden, weight.t() if transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, Tensor, Tensor]:
         hidden, weight = ctx.saved_tensors
         columns, rows = hidden.reshape(-1, hidden.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        return input_gradient(gradient, weight.t() if ctx.transposed else weight), None, None, None, columns, rows
+        products, transposed = ctx.how
+        of_hidden = products.input_gradient(gradient, weight.t() if transposed else weight)
+        return of_hidden, None, None, None, columns, rows
 
 
 def _in_rows(hidden: Tensor) -> bool:
@@ -390,7 +385,7 @@ def linear_entry(
     def of_weight() -> Tensor:
         whole = hidden if source is None else source.whole(hidden)
         rows, columns = gradient.reshape(-1, gradient.shape[-1]), whole.reshape(-1, whole.shape[-1])
-        return columns.t() @ rows if layer.transposed else rows.t() @ columns
+        return products_of(layer).weight_gradient(rows, columns, transposed=layer.transposed)
 
     again = None if source is None else hidden
     if bias is None or not bias.requires_grad:

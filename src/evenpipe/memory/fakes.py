@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import masking_utils
 
-from evenpipe.experts import products
 from evenpipe.memory.emulation import replaced
 from evenpipe.memory.lines import line_of
 from evenpipe.memory.tracker import Tracker
+from evenpipe.model import products
 from evenpipe.model.modules import ModuleStage
 from evenpipe.model.stage import Stage
 

@@ -6,6 +6,7 @@ input may be gathered over tensor ranks meanwhile, its outputs may be summed ove
     y = x W^T + b + term(x)                 `add_term(layer, "low_rank", term)`
 
 The layer keeps its class, its name and those of its parameters; the term's begin with the layer's and the term's name.
+`use_products` gives a layer products of another kind, such as those of fp8.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
+
+from evenpipe.errors import InputError
+from evenpipe.model.products import Product, Products
 
 LINEAR = (nn.Linear, Conv1D)
 
@@ -45,6 +49,33 @@ class _WithTerms(nn.Module):
         for term in terms_of(self).values():
             result = result + term(hidden)
         return result
+
+
+class _WithProducts(nn.Module):
+    """In front of the class of a linear layer that has products of its own."""
+
+    weight: Any
+    bias: Any
+    _products: Products
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        how = self._products, is_transposed(self)
+        result: torch.Tensor = Product.apply(hidden, self.weight, self.bias, how)
+        return result
+
+
+def use_products(layer: nn.Module, products: Products) -> None:
+    """Let a linear layer, or a module of experts, multiply in another way. Experts do so in a pipeline only.
+
+    Raises:
+        InputError: the layer is a linear layer that does more than one product (`is_one_product`).
+    """
+    if is_linear(layer):
+        if not is_one_product(layer):
+            raise InputError(f"{type(layer).__name__} does more than one product, expected a layer that is x W^T + b")
+        if not isinstance(layer, _WithProducts):
+            layer.__class__ = specialised(type(layer), _WithProducts)  # type: ignore[assignment, arg-type]
+    layer.__dict__["_products"] = products
 
 
 def add_term(layer: nn.Module, name: str, term: LinearTerm) -> None:
@@ -86,7 +117,7 @@ def named_linear(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def is_one_product(module: nn.Module) -> bool:
     """Return whether a linear layer computes one product with a parameter, and adds a bias and terms: its forward is
     that of torch or transformers, not replaced in a subclass or in the layer, and no hook computes its weight."""
-    kinds = (kind for kind in type(module).__mro__ if kind is not _WithTerms)
+    kinds = (kind for kind in type(module).__mro__ if kind not in (_WithTerms, _WithProducts))
     forward = next((vars(kind)["forward"] for kind in kinds if "forward" in vars(kind)), None)
     return (
         forward in {kind.forward for kind in LINEAR}

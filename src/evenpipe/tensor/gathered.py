@@ -23,6 +23,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
+from evenpipe.model.products import PLAIN, products_of
 from evenpipe.tensor.exchange import Exchange, formed
 from evenpipe.tensor.operations import gathered_products
 from evenpipe.work import Work
@@ -47,7 +48,7 @@ class Gathered:
         self._products: dict[nn.Module, Tensor] = {}
         self._factors: list[tuple[Tensor, Tensor]] = []
         self.readers: list[nn.Module] = []
-        """Layers that have multiplied the input in this call."""
+        """Layers that have multiplied the input in this call, whose products may be made while it arrives."""
 
     def gather(self, rows: Tensor, readers: Sequence[Any]) -> Tensor:
         """Return all rows [n, h] of [n/t, h].
@@ -81,7 +82,8 @@ class Gathered:
         saved = None if self._saved is None else self._saved()
         assert saved is not None
         self._uses += 1
-        self.readers.append(layer)
+        if products_of(layer) is PLAIN:
+            self.readers.append(layer)
         return saved.detach()
 
     def product(self, layer: nn.Module) -> Tensor | None:
