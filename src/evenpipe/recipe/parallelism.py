@@ -61,8 +61,8 @@ class Parallelism(Declared):
     tensor_overlap: TensorOverlap = "auto"
     """How tensor ranks exchange hidden states beside products, in forwards and for input gradients. "ring": piece by
     piece, each multiplied while the next one is under way. "fused": torch's operations on symmetric memory, on GPUs
-    that can read each other's memory. "none": before and after products. "auto": "fused" where possible, else
-    "none"."""
+    that can read each other's memory. "none": before and after products. "auto": "none", until the others have been
+    measured on GPUs."""
 
     experts: ExpertOptions = field(default_factory=ExpertOptions)
     """What runs beside the exchange of rows between experts, with `ep`."""

@@ -62,19 +62,19 @@ def _overlap(exchange: TensorRanks, groups: Groups, recipe: Recipe) -> str:
     wanted = recipe.parallelism.tensor_overlap
     if wanted == "none":
         return "none, as asked for"
+    if wanted == "auto":
+        return "none, because neither 'ring' nor 'fused' has been measured on GPUs"
     if recipe.compile_layers:  # a transfer would end the compiled region
         return "none, because layers are compiled"
     if wanted == "ring":
         exchange.overlap = Ring(exchange)
         return "ring; its gain on GPUs has not been measured"
     obstacle = obstacle_to_fused(exchange, groups.torch_device)
-    if not any(cannot for (cannot,) in groups.numbers([obstacle is not None])):
-        exchange.overlap = Fused(exchange)
-        return "torch's fused operations on symmetric memory; they have not been run on a GPU yet"
-    obstacle = obstacle or "some other devices cannot"
-    if wanted == "fused":
+    if any(cannot for (cannot,) in groups.numbers([obstacle is not None])):
+        obstacle = obstacle or "some other devices cannot"
         raise InputError(f"tensor_overlap: 'fused', but {obstacle}; expected 'auto', 'none' or 'ring'")
-    return f"none, because {obstacle}"
+    exchange.overlap = Fused(exchange)
+    return "torch's fused operations on symmetric memory; they have not been run on a GPU yet"
 
 
 def alone(description: Description, tensor: tuple[ModelCut, TensorRanks] | None) -> set[str]:
