@@ -33,6 +33,7 @@ COMMANDS = {
     "explain": "show the imbalance of a model and what would help; a good first command",
     "init": "write a first configuration, from a model and a folder of text, or from an example",
     "train": "train a model",
+    "doctor": "examine this machine: versions and links, gradients, transfers, steps beside predictions",
     "profile": "measure passes and transfers on this hardware, as a cost file for the commands below",
     "simulate": "compute the time, waits and memory of a schedule",
     "draw": "draw a schedule in the terminal, as SVG, HTML or a Perfetto trace",

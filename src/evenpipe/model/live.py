@@ -107,7 +107,8 @@ def left_out(model: nn.Module) -> list[str]:
             f"model: its compile() of {_named(compiled[0])}{_more(compiled)} is not taken over:"
             " compile_layers=True compiles the layers of stages"
         )
-    if getattr(model, "is_gradient_checkpointing", False):
+    name = "is_activation_checkpointing"  # earlier versions of transformers have only the other one
+    if getattr(model, name if hasattr(type(model), name) else "is_gradient_checkpointing", False):
         sentences.append(
             "model: its gradient_checkpointing_enable() is not taken over: activation_checkpointing='full' recomputes"
             " layers"
