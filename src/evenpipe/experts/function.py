@@ -290,11 +290,10 @@ def _arrived_product(
     result = rows.new_empty(layout.pairs, matrices.shape[2])
     for part, pending in zip(parts, (NOTHING, *arriving), strict=True):
         pending.wait()
-        here = rows[layout.row[part.places]]
-        if here.is_cpu and call.products is PLAIN:
-            fill_grouped(result, part.places, here, matrices, part.groups)
+        if rows.is_cpu and call.products is PLAIN:
+            fill_grouped(result, part.places, rows[layout.row[part.places]], matrices, part.groups)
         else:
-            result[part.places] = multiply(here, matrices, part.groups)
+            result[part.places] = multiply(rows[layout.row[part.places]], matrices, part.groups)
     return result
 
 
