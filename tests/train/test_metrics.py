@@ -119,6 +119,7 @@ def test_tensorboard_that_is_not_installed_is_a_sentence(tmp_path, monkeypatch):
 def test_many_devices_are_busy_from_the_least_to_the_most():
     many = step(2, busy=tuple(number / 100 for number in range(31, 95)))
     assert progress_text(many).endswith("1,234 tokens/s  busy 31 to 94 %")
+    assert progress_text(step(1, busy=None)).endswith("1,234 tokens/s")  # on GPUs
 
 
 def test_times_in_words():

@@ -69,6 +69,12 @@ def test_the_report_in_words():
     ]
 
 
+def test_on_gpus_the_time_in_passes_is_not_shown() -> None:
+    devices = tuple(replace(device, busy=None) for device in report().devices)
+    lines = report_text(report(devices=devices, predicted_step_seconds=None)).splitlines()
+    assert lines[3] == "     0     -    700.0 MiB     0 3       4          5            4,096"
+
+
 SHARED = " share {}, on which that work alone takes {} s"
 STEPS = [
     # processes, threads, cores, seconds of a step, how the line ends; 0.8 of the 0.5 s predicted are work

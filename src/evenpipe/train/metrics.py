@@ -74,9 +74,9 @@ class StepMetrics:
     learning_rate: float
     gradient_norm: float
     """Norm of all gradients, before clipping."""
-    busy: tuple[float, ...]
+    busy: tuple[float, ...] | None
     """Share of the time (0 to 1) that each device, or each of its tensor ranks, spent in passes since the previous
-    line."""
+    line. None on GPUs, whose time the host does not see; the line does not have it then."""
     seconds: float
     """Wall time since the previous line."""
     teraflops_per_second: float
@@ -249,7 +249,7 @@ def progress_text(metrics: StepMetrics) -> str:
 
     Of more devices only the least and the most busy one are shown.
     """
-    shares = [f"{100 * share:.0f}" for share in metrics.busy]
+    shares = [f"{100 * share:.0f}" for share in metrics.busy or ()]
     busy = " ".join(shares) if len(shares) <= SHOWN_SHARES else f"{min(shares, key=int)} to {max(shares, key=int)}"
     return "  ".join(
         [
@@ -259,7 +259,7 @@ def progress_text(metrics: StepMetrics) -> str:
             f"rate {metrics.learning_rate:.1e}",
             f"norm {metrics.gradient_norm:.3g}",
             f"{metrics.tokens_per_second:,.0f} tokens/s",
-            f"busy {busy} %",
+            *([f"busy {busy} %"] if shares else ()),
         ]
     )
 

@@ -27,8 +27,8 @@ class DeviceReport:
     """One process in the report: a device of a replica, or a tensor rank of it."""
 
     device: int
-    busy: float
-    """Share of the training time (0 to 1) spent in passes."""
+    busy: float | None
+    """Share of the training time (0 to 1) spent in passes; None on GPUs, whose time the host does not see."""
     peak_memory_bytes: int
     """Peak memory: allocated on a GPU, resident set of the process on the CPU."""
     layers: int
@@ -135,6 +135,11 @@ class RunReport:
         return self.baseline.makespan / self.prediction.makespan
 
 
+def measures_busy(pipeline: Pipeline) -> bool:
+    """Whether a process knows how long its device computes: on a GPU, its own time is that of starting kernels."""
+    return pipeline.torch_device.type == "cpu"
+
+
 def gather_report(
     pipeline: Pipeline, *, training: TrainingReport, schedule: str, busy_seconds: float, peak_memory_bytes: int
 ) -> RunReport | None:
@@ -152,7 +157,7 @@ def gather_report(
     timeline = pipeline.predict()
     prediction = _prediction(timeline, pipeline.layout.mode)
     predicted_step_seconds = None
-    if pipeline.torch_device.type == "cpu" and training.steps:
+    if measures_busy(pipeline) and training.steps:
         work = sum(busy for busy, _ in table) / (len(table) // pipeline.devices) / training.steps
         predicted_step_seconds = prediction.makespan * work / sum(prediction.busy)
     placement, ranks = pipeline.order.placement, pipeline.tensor_ranks
@@ -174,7 +179,7 @@ def gather_report(
                 device=device,
                 tensor_rank=process % ranks,
                 context_rank=process % sharing // ranks,
-                busy=busy / training.seconds if training.seconds else 0.0,
+                busy=(busy / training.seconds if training.seconds else 0.0) if measures_busy(pipeline) else None,
                 peak_memory_bytes=int(peak),
                 stages=placement.stages_of(device),
                 layers=sum(pipeline.layout.layers_per_stage[stage] for stage in placement.stages_of(device)),
@@ -209,7 +214,7 @@ def report_text(report: RunReport) -> str:
     rows += [
         (
             str(device.device),
-            f"{100 * device.busy:.1f} %",
+            "-" if device.busy is None else f"{100 * device.busy:.1f} %",
             bytes_text(device.peak_memory_bytes),
             " ".join(map(str, device.stages)),
             str(device.layers),

@@ -50,7 +50,7 @@ from evenpipe.train.recovery import (
     refuse_unhealthy,
     said_of_abandoned,
 )
-from evenpipe.train.report import TrainingReport, gather_report, report_text, write_loads, write_report
+from evenpipe.train.report import TrainingReport, gather_report, measures_busy, report_text, write_loads, write_report
 from evenpipe.train.stopping import say_stop
 from evenpipe.train.throughput import PeakMemory, Throughput
 from evenpipe.train.trackers import Tracker, forget_runs
@@ -451,7 +451,7 @@ class _Run:
                     tokens_per_second=tokens_per_second,
                     learning_rate=rate,
                     gradient_norm=norm,
-                    busy=tuple(busy / seconds for busy, _ in table),
+                    busy=tuple(busy / seconds for busy, _ in table) if measures_busy(self.pipeline) else None,
                     seconds=seconds,
                     teraflops_per_second=self._throughput.teraflops_per_second(tokens_per_second),
                     peak_memory_bytes=tuple(int(peak) for _, peak in table),
