@@ -98,6 +98,16 @@ def test_gradients_accumulate_in_fp32_in_the_same_order_every_time() -> None:
     assert torch.equal(first, run())
 
 
+def test_shards_of_any_sizes_and_of_any_number() -> None:
+    token_ids = token_ids_of(500, 400)
+    uneven = [Shard(0, 300, 400), Shard(300, 300, 400), Shard(300, 310, 400), Shard(310, 400, 400)]
+    for shards in (uneven, split(400, 399), split(400, 256), split(400, 257)):
+        routes = route(token_ids, shards)
+        for part, shard in enumerate(shards):
+            own = ((token_ids >= shard.start) & (token_ids < shard.stop)).nonzero().squeeze(1)
+            assert torch.equal(routes.positions(part), own) and routes.counts[part] == len(own)
+
+
 def test_unknown_token_ids_are_refused() -> None:
     assert route(token_ids_of(12, 30).view(3, 4), split(30, 2)).tokens == 12
     for wrong in (30, -1):

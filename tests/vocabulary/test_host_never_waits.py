@@ -90,6 +90,9 @@ def test_the_embedding(parts: int) -> None:
         layer = EmbeddingShard(Matrix(rows, torch.float32), shards, part, PADDING)
         with BlockingCopies() as copies:
             layer.begin(batch)
+        assert not copies.copies
+        with BlockingCopies() as copies:  # each microbatch, when it is reached
+            assert all(layer.counts(index) for index in range(len(batch.microbatches)))
         assert copies.copies and not copies.blocking
         with BlockingCopies() as copies:
             for index, microbatch in enumerate(batch.microbatches):

@@ -63,34 +63,40 @@ class EmbeddingShard:
         self._exchange = exchange
         ranks, rank = (1, 0) if exchange is None else (exchange.size, exchange.rank)
         self._column = range(rank, len(shards), ranks)
-        self._routes: list[Routes] = []
+        self._token_ids: list[Tensor] = []
+        self._routes: dict[int, Routes] = {}
 
     def begin(self, batch: Batch) -> None:
-        self._routes = [
-            route(part.token_ids, self._shards, self._matrix.parameter.device, padding_index=self._padding_index)
-            for part in batch.microbatches
-        ]
+        self._token_ids = [part.token_ids for part in batch.microbatches]
 
     def end(self) -> None:
         """Release the step's routes."""
-        self._routes = []
+        self._token_ids = []
+        self._routes.clear()
+
+    def _routes_of(self, microbatch: int) -> Routes:
+        """Return the routes of a microbatch. They are found when it is reached, beside kernels of those before it."""
+        if microbatch not in self._routes:
+            ids, device = self._token_ids[microbatch], self._matrix.parameter.device
+            self._routes[microbatch] = route(ids, self._shards, device, padding_index=self._padding_index)
+        return self._routes[microbatch]
 
     def counts(self, microbatch: int) -> tuple[int, ...]:
         """Return the number of rows of each device's shard in this column: the size of every message, known on all
         devices."""
-        counts = self._routes[microbatch].counts
+        counts = self._routes_of(microbatch).counts
         return tuple(counts[part] for part in self._column)
 
     def rows(self, microbatch: int) -> Tensor:
         """E: return [own count, hidden_size]."""
-        return gather_rows(self._matrix.weight, self._routes[microbatch], self.part)
+        return gather_rows(self._matrix.weight, self._routes_of(microbatch), self.part)
 
     def place(self, rows: Tensor, microbatch: int) -> Tensor:
         """At the first stage: put rows of this column's shards, one shard after the other, in the tokens' places.
 
         Returns [n, hidden_size], with the rows of all columns.
         """
-        routes, counts = self._routes[microbatch], self.counts(microbatch)
+        routes, counts = self._routes_of(microbatch), self.counts(microbatch)
         if self._exchange is None:
             return place_rows(rows.split(counts), routes)
         return self._exchange.sum(place_rows(rows.split(counts), routes, self._column))
@@ -99,13 +105,13 @@ class EmbeddingShard:
         """At the first stage: return the gradient of the placed rows [n, hidden_size] as in `place`'s argument. A
         tensor rank has a part of the gradient of every row."""
         if self._exchange is None:
-            return pick_row_gradients(gradient, self._routes[microbatch])
-        return pick_row_gradients(self._exchange.sum(gradient), self._routes[microbatch], self._column)
+            return pick_row_gradients(gradient, self._routes_of(microbatch))
+        return pick_row_gradients(self._exchange.sum(gradient), self._routes_of(microbatch), self._column)
 
     def add_gradient(self, rows_gradient: Tensor, microbatch: int) -> None:
         """G: add [own count, hidden_size] to the gradient of the rows here."""
         if self._matrix.trainable:
-            add_row_gradients(self._matrix.gradient(), rows_gradient, self._routes[microbatch], self.part)
+            add_row_gradients(self._matrix.gradient(), rows_gradient, self._routes_of(microbatch), self.part)
 
 
 class OutputShard:

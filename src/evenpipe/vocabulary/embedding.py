@@ -73,8 +73,7 @@ def route(
     order: Tensor | None = None
     counts = [ids.numel()]
     if len(shards) > 1:
-        stops = torch.tensor([shard.stop for shard in shards], device=ids.device)
-        owners = torch.bucketize(ids, stops, right=True)
+        owners = _owners(ids, shards)
         order = torch.argsort(owners, stable=True)
         counts = [int(count) for count in torch.bincount(owners, minlength=len(shards)).tolist()]
         ids = ids[order]
@@ -85,6 +84,16 @@ def route(
         counts=tuple(counts),
         trained=tuple(_other_tokens(own, padding_index, device) for own in torch.split(ids, counts)),
     )
+
+
+def _owners(ids: Tensor, shards: Sequence[Shard]) -> Tensor:
+    """Return the number of the shard of each token. Bytes, where they suffice: they are sorted many times as fast."""
+    size = shards[0].rows
+    if [shard.start for shard in shards] == [min(part * size, shards[-1].stop) for part in range(len(shards))]:
+        owners = ids.div(size, rounding_mode="floor")
+    else:
+        owners = torch.bucketize(ids, torch.tensor([shard.stop for shard in shards], device=ids.device), right=True)
+    return owners.to(torch.uint8) if len(shards) <= 256 else owners
 
 
 def _other_tokens(ids: Tensor, padding_index: int | None, device: torch.device) -> Tensor | None:
