@@ -16,7 +16,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from evenpipe.cli.options import read_model
 from evenpipe.declaration import describe_fields
 from evenpipe.errors import InputError
-from evenpipe.model import Description, describe
+from evenpipe.model import Description
 from evenpipe.schedule import generate
 from evenpipe.train.changed_values import changed_values
 from evenpipe.train.config import Config
@@ -536,8 +536,24 @@ def text_shapes(description: Description) -> dict[str, tuple[int, ...]]:
 def test_a_run_of_the_same_model_is_written(path: Path) -> None:
     planned = read_model(str(path))
     tables = model_tables(planned, str(path))
-    written = describe(configured_model(config_from_dict({**tables, "pipeline": {"processes": 2}})))
+    written = configured_model(config_from_dict({**tables, "pipeline": {"processes": 2}}))
     assert text_shapes(written) == text_shapes(planned)
+
+
+def test_the_code_of_a_model_is_trusted_where_the_configuration_says_so(tmp_path: Path) -> None:
+    """By what only describes the model of a run, too: plan, estimate, profile."""
+    classes = {"AutoConfig": "one.Config", "AutoModelForCausalLM": "one.One"}
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    values = {"model_type": "one", "architectures": ["One"], "auto_map": classes, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "one.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\nclass Config(LlamaConfig):\n    model_type = 'one'\n"
+        "class One(LlamaForCausalLM):\n    config_class = Config\n"
+    )
+    model: dict[str, Any] = {"source": str(tmp_path)}
+    with pytest.raises(InputError, match="run only with trust_remote_code = true"):
+        configured_model(small(model))
+    assert configured_model(small(model | {"trust_remote_code": True})).architecture == "One"
 
 
 def test_fields_that_only_the_model_reads_are_accepted() -> None:

@@ -88,7 +88,6 @@ class ProblemOptions:
         sequence, batch, loss = self.sequence, self.batch, None
         from_configuration = self.model.endswith(".toml")
         if from_configuration:
-            from evenpipe.model import describe
             from evenpipe.train.config_file import config_from_dict, read_toml
             from evenpipe.train.planned_config import configured_model
 
@@ -96,7 +95,7 @@ class ProblemOptions:
                 raise belongs_to_configuration("data" if self.data else "tokenizer", self.model)
             run = PlannedRun(tables=read_toml(self.model))
             config = config_from_dict(run.tables)
-            description = describe(configured_model(config))
+            description = configured_model(config)
             sequence = sequence or config.data.sequence_length
             batch = batch or config.pipeline.sequences_per_step
             loss = config.loss.options()

@@ -32,7 +32,6 @@ from evenpipe.costs.hardware import Hardware, Wire, with_own_cores
 from evenpipe.costs.measured_passes import MeasuredPasses, Ranks, fingerprint, passes_of, stage_passes, whole_passes
 from evenpipe.costs.work import layers_of
 from evenpipe.errors import InputError
-from evenpipe.model import describe
 from evenpipe.model.context_exchange import heads_can_be_shared
 from evenpipe.plan.configuration_search import cores
 from evenpipe.processes.launcher import launch
@@ -144,7 +143,7 @@ def pipelines_to_measure(config: Config, processes: int, sizes: Sequence[int]) -
     short = shorter_length(sequence, divisor_of(pipeline.cp, pipeline.tp))
     shapes = [(sequence, size) for size in sizes] + ([(short, min(sizes))] if short < sequence else [])
     either = pipeline.cp > 1 and pipeline.context_exchange == "auto"
-    both = either and heads_can_be_shared(describe(configured_model(config)), **ranks)
+    both = either and heads_can_be_shared(configured_model(config), **ranks)
     ways: tuple[ContextExchange, ...] = ("keys", "heads") if both else (pipeline.context_exchange,)
     return [
         _pipelines(replace(config, data=replace(config.data, sequence_length=tokens)), processes, size, way)
@@ -167,7 +166,7 @@ def _pipelines(config: Config, processes: int, microbatch_size: int, exchange: C
         **{name: getattr(config.pipeline, name) for name in NOT_PLANNED},
     )
     pipelines = {"sharded": plain, "whole": replace(plain, vocabulary="first-last")}
-    if describe(configured_model(config)).layers >= 2 * devices:
+    if configured_model(config).layers >= 2 * devices:
         pipelines["looped"] = replace(plain, schedule="interleaved", stages_per_device=2)
     return {name: replace(config, pipeline=pipeline) for name, pipeline in pipelines.items()}
 
@@ -188,7 +187,7 @@ def passes_from(found: Mapping[str, Sequence[dict[str, Any]]], config: Config, d
 
     found: of each, one or several results of `measure_pipeline`, as for `profile_of`. config: one of them.
     """
-    model = describe(configured_model(config))
+    model = configured_model(config)
     dtypes = {"float32": "fp32", "bfloat16": "bf16", "auto": "bf16" if device == "cuda" else "fp32"}
     devices = config.pipeline.devices
     processes = config.pipeline.processes

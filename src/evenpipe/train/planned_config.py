@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from evenpipe.costs.toml import toml_lines
 from evenpipe.errors import InputError
 from evenpipe.given import plain, write_text
-from evenpipe.model import Description
+from evenpipe.model import Description, describe
 from evenpipe.plan.configuration import Configuration
 from evenpipe.plan.evaluation import Evaluation
 from evenpipe.plan.problem import Problem
@@ -22,7 +22,7 @@ from evenpipe.train.model_source import is_field, model_config
 from evenpipe.train.run_sections import OutputConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    pass
 
 CORPUS = "python-standard-library:asyncio,json,logging,unittest"
 """Default training data, which exists on every machine."""
@@ -169,13 +169,13 @@ def write_tables(
     write_text(path, "\n".join(lines).lstrip("\n") + "\n")
 
 
-def configured_model(config: Config) -> PreTrainedConfig:
-    """Return the transformers config of a training run before its tokenizer exists: a described model has as many rows
-    as the tokenizer will have entries."""
+def configured_model(config: Config) -> Description:
+    """Return the description of the model of a training run before its tokenizer exists: it has as many rows as the
+    tokenizer will have entries."""
     model = model_config(config.model)
     entries = config.trained_tokenizer_entries
     if entries is not None and "vocab_size" not in config.model.config:
         model.vocab_size = entries
         for name in _OF_THE_TOKENIZER:
             setattr(model, name, None)
-    return model
+    return describe(model, trust_remote_code=config.model.trust_remote_code)

@@ -10,7 +10,7 @@ from evenpipe.costs.hardware import Hardware
 from evenpipe.memory.estimate import Estimate
 from evenpipe.memory.kernels import COMPILED
 from evenpipe.memory.states import MIXED, SINGLE, Dtypes
-from evenpipe.model import Description, describe
+from evenpipe.model import Description
 from evenpipe.plan.problem import EVENPIPE
 from evenpipe.recipe.layout import ModelCosts
 from evenpipe.recipe.recipe import Recipe
@@ -52,7 +52,7 @@ def estimated_run(config: Config, hardware: Hardware | None) -> EstimatedRun:
 
     Raises InputError as `Config.recipe` and `describe`, and for the user's own optimizer, whose state is not known.
     """
-    description = describe(configured_model(config), trust_remote_code=config.model.trust_remote_code)
+    description = configured_model(config)
     on_cpu = hardware is not None and hardware.torch_device == "cpu"
     dtype = config.model.compute_dtype
     narrow = dtype == "bfloat16" or (dtype == "auto" and not on_cpu)
