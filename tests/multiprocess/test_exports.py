@@ -24,6 +24,7 @@ from evenpipe.cli.main import main
 from evenpipe.errors import InputError, RunError
 from evenpipe.model import describe, write_folder_metadata
 from evenpipe.runtime.pipeline import Pipeline
+from evenpipe.schedule import Order
 from evenpipe.train.export import export_checkpoint
 from evenpipe.train.tokenizer import train_tokenizer
 
@@ -365,6 +366,29 @@ def test_own_loops_write_the_form_of_their_model(tmp_path: Path) -> None:
         exported = export_checkpoint(tmp_path / f"{kind} checkpoints", tmp_path / f"{kind} exported")
         assert_rounded(exported, tmp_path / f"{kind} saved", None)
         assert files_in(exported) == files_in(tmp_path / f"{kind} saved")
+
+
+def written_by_a_process_without_parameters(folder: Path) -> None:
+    """The first device has a stage between the others, without layers."""
+    order = Order.from_csv("1F0,1B0\n0F0,0B0\n2F0,2B0")
+    layers = SMALL["num_hidden_layers"]
+    options = {"schedule": order, "vocabulary": "first-last", "layers_per_stage": [2, 0, layers - 2]}
+    for kind, model in (("fresh", LlamaConfig(**SMALL)), ("folder", folder / "source")):
+        pipeline = Pipeline(model, microbatches=1, parameter_dtype=torch.float64, self_check=False, **options)
+        assert bool(pipeline.parameter_shards()) == (pipeline.device > 0)
+        pipeline.save_pretrained(folder / kind)
+        pipeline.close()
+
+
+def test_a_first_process_without_parameters_writes_the_model(tmp_path: Path) -> None:
+    bf16_llama(tmp_path / "source")
+    run_processes(written_by_a_process_without_parameters, 3, tmp_path)
+    dtypes = {kind: {one.dtype for one in tensors_in(tmp_path / kind).values()} for kind in ("fresh", "folder")}
+    assert dtypes == {"fresh": {torch.float64}, "folder": {torch.bfloat16}}
+    said = {
+        kind: json.loads((tmp_path / kind / "config.json").read_text()).get("dtype") for kind in (*dtypes, "source")
+    }
+    assert said["fresh"] == "float64" and said["folder"] == said["source"]
 
 
 def save_and_export_with_a_limit_on_files(folder: Path) -> str:

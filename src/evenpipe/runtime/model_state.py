@@ -46,6 +46,7 @@ class ModelState:
     groups: Groups
     grid: Grid
     torch_device: torch.device
+    parameter_dtype: torch.dtype
     is_first: bool
     """Whether this is the first process of all."""
     sharded: bool
@@ -201,12 +202,13 @@ class ModelState:
         tensors = self.whole_tensors(dtypes)
         try:
             if self.is_first:
-                fresh = next(iter(self.held.shards.values())).tensor.dtype
-                written = dtype or (None if self.origin.dtypes else fresh)
+                has_origin = self.origin.dtypes or (description.source is not None and not self.shards)
+                written = dtype or (None if has_origin else self.parameter_dtype)
                 write_folder_metadata(description, path, written, self.origin)
                 save_tensors(path, disk_tensors(description, tensors))
         except Exception as error:  # of disk, safetensors or transformers: all processes must raise it
-            fault = f"the model was not written to {str(path)!r}: {getattr(error, 'strerror', None) or error}"
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            fault = f"the model was not written to {str(path)!r}: {reason}"
         for _ in tensors:  # the other processes send; after a failure the first one must still receive
             pass
         fault = self.groups.from_the_first(fault, "the saved model", "save_pretrained")

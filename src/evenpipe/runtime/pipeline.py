@@ -333,6 +333,7 @@ class Pipeline:
             groups=groups,
             grid=self._grid,
             torch_device=self.torch_device,
+            parameter_dtype=parameter_dtype,
             is_first=self._grid.is_first,
             sharded=sharded,
             origin=Origin(files, stored_dtypes(self.description, held.shards | held.buffers)),
