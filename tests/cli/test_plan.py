@@ -314,6 +314,7 @@ def test_a_configuration_keeps_its_own_sections_and_the_planned_vocabulary(capsy
 NOT_RUN = {
     "--data texts": "--data goes into the configuration that -o writes, but there is no -o",
     "--tokenizer fits": "--tokenizer goes into the configuration that -o writes",
+    "--kernels megatron -o run.toml": '--kernels with -o is "megatron"; it must be transformers or compiled, which',
     "--gradient-dtype bf16 -o run.toml": "-o writes what evenpipe train runs, with gradients, masters and moments in",
     "--measured 'dp2: 1 h'": '--measured is "dp2: 1 h"; it must be a layout as a plan is called',
     "--data nowhere -o run.toml": '--data is "nowhere", but there is no such file or folder',

@@ -84,6 +84,8 @@ class ProblemOptions:
                 "-o writes what evenpipe train runs, with gradients, masters and moments in fp32: leave out"
                 " --gradient-dtype, --master-dtype and --moment-dtype"
             )
+        if self.output is not None and self.kernels not in {EVENPIPE, COMPILED}:
+            raise refused("--kernels with -o", self.kernels, f"{EVENPIPE} or {COMPILED}, which evenpipe train runs")
         memory_bytes, kernels = bytes_of(self.gpu_memory), self.kernels
         sequence, batch, loss = self.sequence, self.batch, None
         from_configuration = self.model.endswith(".toml")
