@@ -7,11 +7,13 @@ products, and repeats neither the products inside of it nor their transfers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from evenpipe.layers.checkpointing import PRODUCTS
+from evenpipe.model.fp64 import InFp64
 
 _library = torch.library.Library("evenpipe", "DEF")
 
@@ -27,9 +29,14 @@ def own_operation(signature: str, computed: Callable[..., Any], *, is_product: b
         computed: what it runs.
         is_product: "selective" checkpointing keeps its result.
     """
+
+    def run(*arguments: Any) -> Any:
+        with InFp64() if InFp64.is_entered() else nullcontext():  # torch leaves function modes outside of operations
+            return computed(*arguments)
+
     name = signature.partition("(")[0]
     _library.define(signature)
-    _library.impl(name, computed, "CompositeExplicitAutograd")
+    _library.impl(name, run, "CompositeExplicitAutograd")
     operation = getattr(torch.ops.evenpipe, name).default
     WITHIN[operation.name()] = computed
     if is_product:
