@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import signal
 import stat
@@ -47,6 +48,18 @@ def test_the_folder_of_a_killed_program_is_removed_and_that_of_a_live_one_is_not
         assert (killed.exists(), live.exists()) == (False, True)
     holders[1].communicate("\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_process_does_not_remove_the_folder(tmp_path: Path) -> None:
+    """multiprocessing drops the finalizers of the parent in it, and with them an open context."""
+    folder = temporary_folder("evenpipe-x-")
+    made = folder.__enter__()
+    multiprocessing.util.Finalize(None, folder.__exit__, (None, None, None), exitpriority=-100)
+    del folder
+    child = multiprocessing.get_context("fork").Process(target=int)
+    child.start()
+    child.join()
+    assert made.exists() and child.exitcode == 0
 
 
 def test_what_is_not_a_leftover_of_ours_stays(tmp_path: Path) -> None:

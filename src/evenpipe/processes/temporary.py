@@ -28,7 +28,8 @@ UNLOCKED_SECONDS = 3600.0
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Make a new folder for this user alone, removed at the end; leftovers with the same prefix are removed at once.
+    """Make a new folder for this user alone, removed at the end by the process that made it, not by those forked from
+    it; leftovers with the same prefix are removed at once.
 
     Raises:
         InputError: the folder for temporary files cannot be written to.
@@ -40,6 +41,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
     except OSError as error:
         where = error.filename or "the folder for temporary files"
         raise InputError(f"{where}: {error.strerror}; expected a folder that can be written to (TMPDIR)") from error
+    maker = os.getpid()
     try:
         # Some network file systems cannot lock folders: then nobody removes leftovers.
         with contextlib.suppress(OSError):
@@ -47,7 +49,8 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
             (folder / MARK).touch()
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if os.getpid() == maker:
+            shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)
 
 

@@ -47,7 +47,6 @@ PACKAGES = ("evenpipe", "torch", "transformers", "triton", "peft", "numpy")
 VARIABLES = ("NCCL_", "TORCH_NCCL_", "PYTORCH_", "CUDA_", "OMP_", "GLOO_")
 """Beginnings of the names of environment variables that are shown."""
 MODES = ("first-last", "redistribute", "vocab-2")
-SECTIONS = ("machine", "gradients", "transfers", "steps")
 PRODUCTS, COLLECTIVES = "products, memory and messages", "collectives"
 """Names of the parts of "transfers"."""
 
@@ -57,7 +56,7 @@ class Part:
     """What is examined by itself."""
 
     section: str
-    """One of `SECTIONS`, or "predictions"."""
+    """"machine", "gradients", "transfers", "steps" or "predictions"."""
     name: str
     run: Callable[[], dict[str, Any]]
     """Picklable; returns JSON values. Its exceptions are shown."""
@@ -89,14 +88,12 @@ def examine(parts: Sequence[Part], say: Callable[[str], None] = lambda text: Non
     return outcomes
 
 
-def doctor(
-    processes: int, *, sections: Sequence[str] = SECTIONS, say: Callable[[str], None] = lambda text: None
-) -> list[Outcome]:
+def doctor(processes: int, say: Callable[[str], None] = lambda text: None) -> list[Outcome]:
     """Examine this machine with so many processes, each with a device of its own where there are enough. say: as for
     `examine`."""
-    outcomes = examine([part for part in parts_for(processes) if part.section in sections], say)
+    outcomes = examine(parts_for(processes), say)
     hardware = next((one.values for one in outcomes if one.name == PRODUCTS and not one.fault), None)
-    if hardware is None or "steps" not in sections:
+    if hardware is None:
         return outcomes
     predict = Part("predictions", "steps", partial(predicted_steps, processes, dict(hardware)))
     return [*outcomes, *examine([predict], say)]
