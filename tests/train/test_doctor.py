@@ -150,3 +150,4 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytes
     seconds = predicted["pp 2, 1f1b, vocab-2"]
     assert f"| pp 2, 1f1b, vocab-2 | 0.500 s | 2000 | {seconds:.3f} s | {seconds / 0.5:.2f} |" in text
     assert main(["doctor", "--processes", "0"]) == 2
+    assert main(["doctor", "-o", str(tmp_path / "missing" / "page.md")]) == 2, "before anything is measured"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from evenpipe.cli.declarations import Count
+from evenpipe.cli.options import check_output
 from evenpipe.cli.printing import progress_line, say, say_json
 
 
-def run(*, processes: Count | None = None, output: str | None = None, json_: bool = False) -> int:
+def run(*, processes: Count | None = None, output: Path | None = None, json_: bool = False) -> int:
     """Examine this machine: versions and links, gradients in every axis, speed of transfers and steps.
 
     --processes N                 number of processes; default: one per GPU, or 4 without one
@@ -17,7 +20,6 @@ def run(*, processes: Count | None = None, output: str | None = None, json_: boo
     Whatever fails or hangs is a row of the page. The exit code is 1 if there is a fault.
     """
     import json
-    from pathlib import Path
 
     import torch
 
@@ -25,12 +27,13 @@ def run(*, processes: Count | None = None, output: str | None = None, json_: boo
     from evenpipe.train.doctor import doctor
     from evenpipe.train.doctor_page import page_text, page_values
 
+    check_output(output, ".md")
     with progress_line() as show:
         outcomes = doctor(processes or torch.cuda.device_count() or 4, say=show)
     text, values = page_text(outcomes), page_values(outcomes)
     if output is not None:
         write_text(output, text)
-        write_text(Path(output).with_suffix(".json"), json.dumps(values, indent=1) + "\n")
+        write_text(output.with_suffix(".json"), json.dumps(values, indent=1) + "\n")
     if json_:
         say_json(values)
     elif output is None:

@@ -31,6 +31,7 @@ from torch.nn import functional
 from evenpipe.communication.communicator import ALL_GATHER
 from evenpipe.costs.hardware import hardware_from_dict
 from evenpipe.errors import InputError, RunError
+from evenpipe.plan.configuration_search import cores
 from evenpipe.processes.launcher import launch
 from evenpipe.processes.worker import initialise_worker
 from evenpipe.words import count
@@ -146,6 +147,7 @@ def _outcome(part: Part, log: str) -> Outcome:
         process.join(END_SECONDS)
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, with all that it has started
             os.killpg(session, signal.SIGKILL)
+        process.kill()  # if it has not come to its session yet
         process.join()
     return Outcome(part.section, part.name, seconds, values, fault or str(values.get("fault", "")))
 
@@ -180,7 +182,7 @@ def about_machine(processes: int) -> dict[str, Any]:
         "python": platform.python_version(),
         **versions,
         "system": platform.platform(),
-        "processor": f"{platform.processor() or platform.machine()}, {count(os.cpu_count() or 1, 'core')}",
+        "processor": f"{platform.processor() or platform.machine()}, {count(cores(), 'core')}",
         "processes": processes,
     }
     if torch.cuda.is_available():
@@ -206,8 +208,8 @@ def _output_of(*command: str) -> str:
 def _advice(processes: int, settings: Mapping[str, str], versions: Mapping[str, str]) -> Iterator[str]:
     """Yield what should be changed, a sentence each."""
     if not torch.cuda.is_available():
-        if processes > (cores := os.cpu_count() or 1):
-            turns = f"{processes} processes take turns on {count(cores, 'core')}"
+        if processes > cores():
+            turns = f"{processes} processes take turns on {count(cores(), 'core')}"
             yield f"{turns}: times say little about {processes} devices"
         return
     if processes > (gpus := torch.cuda.device_count()):

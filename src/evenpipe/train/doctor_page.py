@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from evenpipe.train.doctor import COLLECTIVES, PRODUCTS, Outcome
+from evenpipe.train.report import bytes_text
 from evenpipe.words import count
 
 MICRO, GIGA, TERA = 1e-6, 1e9, 1e12
@@ -85,7 +86,7 @@ def _transfers(outcomes: Sequence[Outcome]) -> Iterable[str]:
     if (collectives := values.get(COLLECTIVES)) is not None:
         sizes = list(next(iter(collectives.values())))
         yield from _table(
-            ("collective", *(f"{int(size) // 2**10} KiB" for size in sizes)),
+            ("collective", *(bytes_text(int(size)) for size in sizes)),
             [(name, *(f"{took[size] * 1e3:.3g} ms" for size in sizes)) for name, took in collectives.items()],
         )
 
