@@ -352,3 +352,20 @@ def test_a_model_of_rwkv_is_left_as_it_is_by_a_comparison_in_evaluation() -> Non
     check_forward(describe(model))
     assert all(map(torch.equal, before.values(), model.state_dict().values()))
     assert not model.rwkv.layers_are_rescaled and "_rescale_layers" not in vars(model.rwkv)
+
+
+def test_a_model_of_rwkv_with_weights_of_evaluation_is_refused() -> None:
+    """Its second two layers have half their weights then; the first `rescale_every` layers have all of them."""
+    config = OF_FAMILIES[1][1]()
+    model, ids = whole_model(config, dtype=torch.float32), torch.arange(6).view(2, 3)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.eval()(input_ids=ids)
+    assert not all(map(torch.equal, before.values(), model.state_dict().values()))
+    with pytest.raises(InputError, match="weights are those of evaluation, half as large every 2 layers, expected"):
+        describe(model)
+    model.train()(input_ids=ids)
+    assert all(map(torch.equal, before.values(), model.state_dict().values())) and not describe(model).changed
+    config.rescale_every = 4
+    model = whole_model(config, dtype=torch.float32)
+    model.eval()(input_ids=ids)
+    assert not describe(model).changed

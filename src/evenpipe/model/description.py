@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from evenpipe.errors import InputError
 from evenpipe.model.config import check_sizes, read_config
 from evenpipe.model.edge import EdgeSpec, hidden_of_width
-from evenpipe.model.families import adapt, answers_for
+from evenpipe.model.families import adapt, answers_for, check_live
 from evenpipe.model.interface import counted_positions, probe_counted_positions, probe_position_rows, takes
 from evenpipe.model.live import Attributes, changed_attributes, check_wrappers, set_attributes
 from evenpipe.model.logits import forward_of_logits, probe_logits
@@ -284,6 +284,7 @@ def _describe(
     answers = answers_for(config, spec)
     changed: Attributes = {}
     if live is not None:
+        check_live(live)
         skeleton, changed = _as_live(architecture, live, skeleton, answers, config)
     adapt(skeleton, answers)
     embedding, head = _ends(skeleton, answers)

@@ -26,8 +26,8 @@ Attributes = Mapping[str, Mapping[str, Any]]
 """Name of a module -> name of an attribute -> its value."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, Enum)
-OF_RUNS = {"training", "gradient_checkpointing"}
-"""Attributes that say how a model is run, which a pipeline decides."""
+OF_RUNS = {"training", "gradient_checkpointing", "layers_are_rescaled"}
+"""Attributes that say how a model is run, which a pipeline decides (the last one: RWKV's)."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 WITHOUT_EFFECT = ("transformers.modeling_utils", "transformers.utils.output_capturing")
 """Modules of transformers whose hooks change no result: they ask for gradients of the embedded tokens, or record."""

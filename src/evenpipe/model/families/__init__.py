@@ -1,4 +1,5 @@
-"""What is known of families that probing cannot cut alone: a file per model type, with `spec(config)`.
+"""What is known of families that probing cannot cut alone: a file per model type, with `spec(config)`, and where a live
+model may not be taken over as it is, `check_live(model)`.
 
 The file's name is the config's `model_type`, with underscores. Every file is tested against transformers by
 tests/families.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import pkgutil
 from dataclasses import fields, replace
 from importlib import import_module
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -25,8 +27,8 @@ def answers_for(config: PreTrainedConfig, spec: Spec | None) -> ModelSpec:
     Raises:
         InputError: `spec` is neither a `ModelSpec` nor a function that returns one.
     """
-    name = str(config.model_type).replace("-", "_")
-    known: ModelSpec = import_module(f"{__name__}.{name}").spec(config) if name in NAMES else ModelSpec()
+    file = _file_of(config)
+    known: ModelSpec = ModelSpec() if file is None else file.spec(config)
     if spec is None:
         return known
     users = spec(config) if callable(spec) else spec
@@ -35,6 +37,19 @@ def answers_for(config: PreTrainedConfig, spec: Spec | None) -> ModelSpec:
     names = [entry.name for entry in fields(users)]  # type: ignore[arg-type]
     answered = {name: getattr(users, name) for name in names if getattr(users, name) is not None}
     return replace(known, **answered)  # type: ignore[type-var]
+
+
+def check_live(model: PreTrainedModel) -> None:
+    """Raise InputError if a live model cannot be taken over as it is, as the file of its type says."""
+    check = getattr(_file_of(model.config), "check_live", None)
+    if check is not None:
+        check(model)
+
+
+def _file_of(config: PreTrainedConfig) -> Any:
+    """Return the module of the config's model type; None without one."""
+    name = str(config.model_type).replace("-", "_")
+    return import_module(f"{__name__}.{name}") if name in NAMES else None
 
 
 def adapt(model: PreTrainedModel, answers: ModelSpec) -> None:
