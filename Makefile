@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 # Workers, as many as the machine has cores and memory for, take file after file. Files that take long come first, so that
 # no worker is left alone with them.
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 FILES := $(sort $(shell find tests -name 'test_*.py'))
 LONG := $(filter tests/fuzz/% tests/multiprocess/% tests/families/% tests/faults/% tests/gpu/% tests/plan/% tests/vocabulary/%,$(FILES))
 TESTS := $(LONG) $(filter-out $(LONG),$(FILES))

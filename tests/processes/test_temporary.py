@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing.util
 import os
 import signal
 import stat
@@ -20,6 +19,18 @@ from evenpipe.processes.temporary import temporary_folder
 with temporary_folder("evenpipe-x-") as folder:
     print(folder, flush=True)
     input()
+"""
+FORKS = """
+import multiprocessing.util
+from evenpipe.processes.temporary import temporary_folder
+context = temporary_folder("evenpipe-x-")
+folder = context.__enter__()
+multiprocessing.util.Finalize(None, context.__exit__, (None, None, None), exitpriority=-100)
+del context
+child = multiprocessing.get_context("fork").Process(target=int)
+child.start()
+child.join()
+print(child.exitcode, folder.exists())
 """
 
 
@@ -51,15 +62,13 @@ def test_the_folder_of_a_killed_program_is_removed_and_that_of_a_live_one_is_not
 
 
 def test_a_forked_process_does_not_remove_the_folder(tmp_path: Path) -> None:
-    """multiprocessing drops the finalizers of the parent in it, and with them an open context."""
-    folder = temporary_folder("evenpipe-x-")
-    made = folder.__enter__()
-    multiprocessing.util.Finalize(None, folder.__exit__, (None, None, None), exitpriority=-100)
-    del folder
-    child = multiprocessing.get_context("fork").Process(target=int)
-    child.start()
-    child.join()
-    assert made.exists() and child.exitcode == 0
+    """multiprocessing drops the finalizers of the parent in it, and with them an open context. A program of its own
+    forks: this process has threads."""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    said = subprocess.run(
+        [sys.executable, "-c", FORKS], env=environment, text=True, capture_output=True, check=True, timeout=120
+    )
+    assert said.stdout == "0 True\n"
 
 
 def test_what_is_not_a_leftover_of_ours_stays(tmp_path: Path) -> None:

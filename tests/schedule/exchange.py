@@ -24,7 +24,7 @@ from torch import Tensor
 from evenpipe.schedule import Placement, Transfer
 from evenpipe.schedule.passes import parse_item
 
-MOST_DEVICES = 4
+MOST_DEVICES = 8
 _threads = ThreadPoolExecutor(MOST_DEVICES, "device")
 
 
@@ -78,6 +78,7 @@ class Exchange:
 
     def run(self, devices: Sequence[Callable[[], object]]) -> None:
         """All devices to their ends. Raises what the first one fails with, StandstillError where none can go on."""
+        assert len(devices) <= MOST_DEVICES, "each needs a thread, or the others wait for it forever"
         threads = [_threads.submit(self._thread, device, walk) for device, walk in enumerate(devices)]
         while self._going:
             ready = self._ready()
