@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from itertools import chain
+from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,7 +242,8 @@ WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 def made(
     monkeypatch: pytest.MonkeyPatch, backends: str, before: list[Any] | None = None, **options: Any
 ) -> list[dict[str, Any]]:
-    """How process 0 of three asks torch for the groups of two communicators, of one of which it is no member.
+    """How process 0 of three asks torch for the groups of two communicators, of one of which it is no member: each as a
+    group of its own, or, where the default group is bound to a GPU, as a split of it.
 
     before: gets the waits for all processes, and WARNING in the environment at each group.
     """
@@ -254,35 +255,42 @@ def made(
         asked.append(given)
         return SimpleNamespace(backend=given["backend"])
 
+    def split_group(split_ranks: list[list[int]], backend: str = "", **given: Any) -> SimpleNamespace:
+        assert backend == ("cuda:nccl" if "gloo" in backends else "")
+        return new_group(split_ranks[0], backend="nccl", device_id=None, **given)
+
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
     monkeypatch.setattr(dist, "get_backend", lambda group: group.backend)
     monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "split_group", split_group)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: before.append(f"all on the {tensor.device}"))
     monkeypatch.setattr(dist, "barrier", lambda: before.append("all on their GPUs"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(communicators, "Staging", lambda device: SimpleNamespace())
-    Communicators([("X", (0, 1, 2)), ("F:1>2", (1, 2))], timeout_seconds=30, torch_device="cuda:0", **options)
+    Communicators([("X", [(0, 1, 2)]), ("F:1>2", [(1, 2)])], timeout_seconds=30, torch_device="cuda:0", **options)
     assert [given["group_desc"] for given in asked] == ["X", "F:1>2"]
     return asked
 
 
 def test_each_group_of_nccl_has_options_of_its_own_and_of_gloo_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for nccl in (None, NcclOptions(high_priority=False, channels=8)):
+    for nccl, bound in product((None, NcclOptions(high_priority=False, channels=8)), (None, "cuda:0")):
+        monkeypatch.setattr(communicators, "bound_device", lambda bound=bound: bound)
         asked = made(monkeypatch, "cpu:gloo,cuda:nccl", nccl=nccl)
         first, second = (group["pg_options"] for group in asked)
         assert first is not second and first.config is not second.config
         wanted = nccl or NcclOptions()
         for group in asked:
             options = group["pg_options"]
-            assert group["backend"] == "nccl" and group["device_id"] == torch.device("cuda:0")
+            assert group["backend"] == "nccl" and group["device_id"] == (None if bound else torch.device("cuda:0"))
             assert options._timeout == group["timeout"] == timedelta(seconds=30 + NCCL_LATER_SECONDS)
             assert options.is_high_priority_stream == wanted.high_priority
-            assert options.config.max_ctas == (wanted.channels or UNDEFINED)
+            assert options.config.max_ctas == (wanted.channels or {"X": 8, "F:1>2": 4}[group["group_desc"]])
     monkeypatch.delattr(dist, "ProcessGroupNCCL")  # a torch without NCCL
     for group in made(monkeypatch, "gloo", nccl=NcclOptions(channels=8)):
-        assert (group["backend"], group["pg_options"], group["device_id"]) == ("gloo", None, None)
+        assert group["backend"] == "gloo" and not {"pg_options", "device_id"} & {*group}
         assert group["timeout"] == timedelta(seconds=30)
 
 
@@ -328,7 +336,7 @@ def test_a_pipeline_hands_them_to_all_its_communicators(monkeypatch: pytest.Monk
     with pytest.raises(SeenError):
         Pipeline(MODEL, nccl=given, torch_device="cpu", self_check=False)
     assert found["nccl"] is given
-    assert {"F:0>1", "B:1>0", "X", "pp", "dp", "everyone"} <= set(found["names"])
+    assert found["names"] == ["B", "F", "LARGE", "SMALL", "dp", "everyone"]
 
 
 def configured(**given: Any) -> Config:

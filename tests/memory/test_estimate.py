@@ -199,14 +199,15 @@ def test_the_worst_device_decides(model) -> None:
 
 
 def test_communicators(model) -> None:
-    """Ours: one per ordered pair of neighbours and per kind of collective; Megatron-LM's: the groups of a step."""
+    """Ours (`tests/communication/test_counts.py`) and Megatron-LM's: the groups of a step."""
 
     def count(**run) -> list[int]:
         found: list[DeviceEstimate] = list(estimated(model, sequence=1024, **run).devices)
         return [device.process.communicators for device in found]
 
-    assert count(pp=4, vocabulary="first-last") == [2, 4, 4, 2]
-    assert count(pp=4, dp=2, vocabulary="first-last") == [3, 5, 5, 3]
+    assert count(pp=4, vocabulary="first-last") == [3] * 4
+    assert count(pp=4, dp=2, vocabulary="first-last") == [4] * 4
+    assert count(pp=4, dp=2, tp=2, vocabulary="vocab-2") == [8] * 4
     assert count(tp=4, pp=2, dp=2, vocabulary="first-last", kernels="megatron") == [5, 5]
     assert count(vocabulary="first-last") == [0]
 

@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
 
 def everyone() -> Communicator:
-    groups = [("all", range(dist.get_world_size()))]
+    groups = [("all", [range(dist.get_world_size())])]
     return Communicators(groups, timeout_seconds=GROUP_TIMEOUT.total_seconds())["all"]
 
 

@@ -117,7 +117,7 @@ def fail(folder: str, how: str) -> None:
     worker = initialise_worker()
     rank = worker.rank
     (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
-    communicators = Communicators([("B:1>0", (0, 1)), ("F:1>2", (1, 2))], timeout_seconds=600, watch=worker.watch)
+    communicators = Communicators([("B:1>0", [(0, 1)]), ("F:1>2", [(1, 2)])], timeout_seconds=600, watch=worker.watch)
     communicators.warm_up()
     if rank == 0:
         communicators["B:1>0"].receive(torch.zeros(1), 1, "0RECV_B2").wait("0B2")

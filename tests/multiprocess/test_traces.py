@@ -191,12 +191,12 @@ def readings() -> tuple[float, float, float, float]:
     """The offset of the clock that processes share; and of one that is shifted offset, uncertainty, and how far off the
     converted clock is from the first process's, which is not shifted."""
     worker = initialise_worker()
-    communicators = Communicators([("control", (0, 1, 2))], timeout_seconds=GROUP_TIMEOUT.total_seconds())
-    shared = clock.read_clocks(communicators["control"], worker.torch_device).offset
+    communicators = Communicators([("control", [(0, 1, 2)])], timeout_seconds=GROUP_TIMEOUT.total_seconds())
+    shared = clock.read_clocks(communicators["control"], (0, 1, 2), worker.torch_device).offset
     really = shift_clock()
-    before = clock.read_clocks(communicators["control"], worker.torch_device)
+    before = clock.read_clocks(communicators["control"], (0, 1, 2), worker.torch_device)
     now = clock.now()
-    after = clock.read_clocks(communicators["control"], worker.torch_device)
+    after = clock.read_clocks(communicators["control"], (0, 1, 2), worker.torch_device)
     convert = clock.Conversion(before, after)
     return shared, before.offset, convert.uncertainty, convert(now) - really(now)
 
@@ -211,7 +211,7 @@ def test_offsets_are_known_to_half_a_round_trip_and_a_shared_clock_has_none() ->
 
 
 def test_without_others_there_is_no_offset_and_between_two_readings_drift_is_shared_out() -> None:
-    reading = clock.read_clocks(None, torch.device("cpu"))
+    reading = clock.read_clocks(None, (0,), torch.device("cpu"))
     assert (reading.offset, reading.uncertainty, clock.Conversion(reading, reading)(5.0)) == (0.0, 0.0, 5.0)
     convert = clock.Conversion(clock.Reading(100.0, 10.0, 0.1), clock.Reading(200.0, 12.0, 0.3))
     assert (convert.drift, convert.uncertainty) == (2.0, 0.3)

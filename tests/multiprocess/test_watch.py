@@ -34,8 +34,8 @@ ended by it stay, and the harness finds them stuck."""
 def start(timeout_seconds: float = 600.0, silence_seconds: float = SILENCE_SECONDS) -> tuple[Worker, Communicators]:
     worker = initialise_worker(timeout_seconds=timeout_seconds, silence_seconds=silence_seconds, torch_device="cpu")
     size = worker.world_size
-    hops = [(f"{kind}:{a}>{b}", (a, b)) for i in range(size - 1) for kind, a, b in (("F", i, i + 1), ("B", i + 1, i))]
-    groups = [*hops, ("DX", range(size))]
+    hops = [(f"{kind}:{a}>{b}", [(a, b)]) for i in range(size - 1) for kind, a, b in (("F", i, i + 1), ("B", i + 1, i))]
+    groups = [*hops, ("DX", [range(size)])]
     return worker, Communicators(groups, timeout_seconds=timeout_seconds, watch=worker.watch)
 
 
@@ -159,7 +159,7 @@ def one_makes_no_group() -> None:
     worker = initialise_worker(timeout_seconds=6.0, silence_seconds=30.0, torch_device="cpu")
     if worker.rank == 1:
         time.sleep(50)
-    Communicators([("X", range(3))], timeout_seconds=6.0, watch=worker.watch)
+    Communicators([("X", [range(3)])], timeout_seconds=6.0, watch=worker.watch)
 
 
 def waits_on_a_gpu() -> None:

@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence() -> None:
 
 
 def test_communicators() -> None:
-    for communicators, expected in (("per-pair", 6), ("per-kind", 6), ("one", 1)):
+    for communicators, expected in (("per-pair", 6), ("per-kind", 4), ("one", 1)):
         made = layout("1f1b", communicators=communicators)
         assert len(made.communicators) == len(made.program.communicators) == expected
         assert made.evaluation.communicators.items() <= made.communicators.items()

@@ -117,10 +117,10 @@ HOW_MANY = [
     (1, "1f1b", "vocab-2", (0, 0, 0)),
     (2, "1f1b", "first-last", (2, 2, 1)),
     (4, "1f1b", "first-last", (6, 2, 1)),
-    (4, "1f1b", "vocab-2", (10, 6, 1)),
-    (4, "interleaved", "vocab-1", (12, 6, 1)),  # round the ring
+    (4, "1f1b", "vocab-2", (10, 4, 1)),
+    (4, "interleaved", "vocab-1", (12, 4, 1)),  # round the ring
     (4, "zbv", "first-last", (12, 2, 1)),  # there and back, each for F and B
-    (8, "zbv", "vocab-2", (32, 6, 1)),
+    (8, "zbv", "vocab-2", (32, 4, 1)),
 ]
 
 

@@ -10,11 +10,12 @@ import math
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from blocking_copies import BlockingCopies
 from exchange import Exchange, Line
 from torch import Tensor, nn
 from torch.nn import functional
@@ -40,7 +41,7 @@ from evenpipe.vocabulary.shards import split
 HIDDEN, VOCABULARY, TOKENS = 4, 7, 3
 EXACT = 1e-10
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class ResultError(Exception):
@@ -71,7 +72,7 @@ class LateCopies:
     def wait(self, ticket: Ticket) -> None:
         while not ticket.over:
             one, moves, to_host = self._queue.popleft()
-            for storage, slot in moves:
+            for storage, slot in moves if moves and moves[0][0].device == CPU else ():
                 there = torch.empty(0, dtype=torch.uint8).set_(storage)
                 if to_host:
                     self._host[slot.slab, slot.offset] = there.clone()
@@ -109,9 +110,9 @@ class Stage(nn.Module):
 
 
 @lru_cache(maxsize=32)
-def _stages(count: int) -> list[Stage]:
+def _stages(count: int, torch_device: torch.device) -> list[Stage]:
     torch.manual_seed(count)
-    stages = [Stage() for _ in range(count)]
+    stages = [Stage().to(torch_device) for _ in range(count)]
     for stage in stages:
         SplitBackward(WeightGradients()).apply(stage, {})
     return stages
@@ -120,11 +121,11 @@ def _stages(count: int) -> list[Stage]:
 @lru_cache(maxsize=32)
 def _values(count: int) -> list[list[Tensor]]:
     """Of the parameters of each stage; those of the modules may be lost in a step that fails."""
-    return [[parameter.detach().clone() for parameter in stage.parameters()] for stage in _stages(count)]
+    return [[parameter.detach().clone() for parameter in stage.parameters()] for stage in _stages(count, CPU)]
 
 
 def _restore(count: int, stage: int) -> None:
-    for parameter, value in zip(_stages(count)[stage].parameters(), _values(count)[stage], strict=True):
+    for parameter, value in zip(_stages(count, CPU)[stage].parameters(), _values(count)[stage], strict=True):
         parameter.data.copy_(value)
 
 
@@ -150,7 +151,7 @@ def _batch(count: int) -> Batch:
 @lru_cache(maxsize=64)
 def _expected(edges: tuple[Edge, ...], stages: int, microbatches: int) -> tuple[Tensor, list[Tensor]]:
     """Loss, and the gradients of all stages' parameters, the embedding and the output layer, in one process."""
-    modules = _stages(stages)
+    modules = _stages(stages, CPU)
     for stage in range(stages):
         _restore(stages, stage)
     embedding, head = (matrix.clone().requires_grad_() for matrix in _matrices())
@@ -221,12 +222,12 @@ class Replica:
             one.data.fill_(math.nan)
 
 
-def _parts(program: Program, device: int, matrices: dict[Kind, nn.Parameter | None]) -> dict[Part, list[nn.Parameter]]:
+def _parts(
+    program: Program, device: int, stages: dict[int, Stage], matrices: dict[Kind, nn.Parameter | None]
+) -> dict[Part, list[nn.Parameter]]:
     """What belongs to each part of a device; the row tells whether vocabulary layers are parts of their own."""
     placement, sharded = program.placement, program.vocabulary.sharded
-    held: dict[Part, list[nn.Parameter]] = {
-        stage: list(_stages(placement.stages)[stage].parameters()) for stage in placement.stages_of(device)
-    }
+    held: dict[Part, list[nn.Parameter]] = {number: list(stage.parameters()) for number, stage in stages.items()}
     users = ParameterUse.of_row(placement, program.vocabulary, program.rows[device])
     for kind, stage in ((Kind.E, placement.first_stage), (Kind.S, placement.last_stage)):
         using = users.parts(Pass(kind, None, 0) if sharded else Pass(Kind.F, stage, 0))
@@ -247,26 +248,29 @@ class Device:
     output: OutputShard | None
 
 
-def _device(program: Program, device: int, exchange: Exchange) -> Device:
+def _device(program: Program, device: int, exchange: Exchange, torch_device: torch.device) -> Device:
     placement, sharded = program.placement, program.vocabulary.sharded
     queue, pool = WeightGradients(), HostPool(Slab, powers=True)
     stages: dict[int, Any] = {}
     for stage in placement.stages_of(device):
-        stages[stage] = module = _stages(placement.stages)[stage]
+        stages[stage] = module = _stages(placement.stages, torch_device)[stage]
         module.zero_grad()
-        _restore(placement.stages, stage)
+        if torch_device == CPU:
+            _restore(placement.stages, stage)
         module.linear._weight_gradients = queue  # type: ignore[assignment]
     shards = split(VOCABULARY, placement.devices) if sharded else [Shard(0, VOCABULARY, VOCABULARY)]
     part = device if sharded else 0
     embedding, head = (
-        nn.Parameter(matrix[shards[part].start : shards[part].stop].clone()) if sharded or device == holder else None
+        nn.Parameter(matrix[shards[part].start : shards[part].stop].clone().to(torch_device))
+        if sharded or device == holder
+        else None
         for matrix, holder in zip(_matrices(), (placement.first_device, placement.last_device), strict=True)
     )
     output = None
     if head is not None:
         matrix = Matrix(head, head.dtype)
         output = OutputShard(matrix, None, shards[part], LossOptions(), one_barrier=program.vocabulary == "vocab-2")
-    activations = Activations(pool, LateCopies(), CPU)
+    activations = Activations(pool, LateCopies(), torch_device)
     activations.smallest_bytes = 1
     walker = Walker(
         device,
@@ -282,21 +286,38 @@ def _device(program: Program, device: int, exchange: Exchange) -> Device:
             range(placement.devices),
             HIDDEN,
             torch.float64,
-            CPU,
+            torch_device,
         ),
         vocabulary_passes=sharded,
         weight_gradients=queue,
         activations=activations,
-        replicas=Replica(program, device, _parts(program, device, {Kind.E: embedding, Kind.S: head})),  # type: ignore[arg-type]
+        replicas=Replica(program, device, _parts(program, device, stages, {Kind.E: embedding, Kind.S: head})),  # type: ignore[arg-type]
     )
     return Device(walker, pool, embedding, head, output)
+
+
+def walk_without_values(program: Program, seed: int) -> BlockingCopies:
+    """One step on torch's "meta" device, which has no values: whatever reads one fails. Returns the copies between the
+    host and the device, all of them by the threads of the devices."""
+    exchange, copies = Exchange(program.placement, random.Random(seed)), BlockingCopies()
+    devices = [_device(program, device, exchange, META) for device in range(program.devices)]
+    batch = _batch(program.microbatches)
+    moved = [replace(one, weights=one.weights.to(META)) for one in batch.microbatches]
+    batch = replace(batch, microbatches=tuple(moved))
+
+    def counted(walker: Walker) -> None:
+        with copies:
+            walker.walk(program, batch)
+
+    exchange.run([partial(counted, one.walker) for one in devices])
+    return copies
 
 
 def walk(program: Program, seed: int) -> None:
     """One step. Raises what a device fails with, StandstillError where none can go on, and ResultError where loss or
     gradients are not those of one process, or something is left over."""
     exchange = Exchange(program.placement, random.Random(seed))
-    devices = [_device(program, device, exchange) for device in range(program.devices)]
+    devices = [_device(program, device, exchange, CPU) for device in range(program.devices)]
     batch = _batch(program.microbatches)
     exchange.run([lambda one=one: one.walker.walk(program, batch) for one in devices])  # type: ignore[misc]
     if any(exchange.queues):
@@ -309,7 +330,7 @@ def walk(program: Program, seed: int) -> None:
             raise ResultError(f"the loss is {found}, not {loss}")
     if program.forward_only:
         return
-    modules = _stages(program.placement.stages)
+    modules = _stages(program.placement.stages, CPU)
     sums = [parameter.grad for module in modules for parameter in module.parameters()]
     for name in ("embedding", "head"):
         held = [shard for one in devices if (shard := getattr(one, name)) is not None]

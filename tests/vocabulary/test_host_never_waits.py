@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from blocking_copies import BlockingCopies
 
 from evenpipe.parallel.parameters import Matrix
 from evenpipe.runtime.batch import Batch, cut
@@ -16,25 +15,6 @@ from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.vocabulary import LossOptions, split
 
 VOCABULARY, HIDDEN, PARTS, PADDING = 60, 8, 3, 2
-
-
-class BlockingCopies(TorchDispatchMode):
-    """Counts copies from the host to another device, and those of them that wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copies = self.blocking = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        is_copy = func in {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
-        if is_copy:
-            source = args[1] if func is torch.ops.aten.copy_.default else args[0]
-            if source.device != result.device:
-                self.copies += 1
-                self.blocking += not (kwargs.get("non_blocking") or args[2:] == (True,))
-        return result
 
 
 def batch_of(sequences: int, tokens: int, *, torch_device: str) -> Batch:

@@ -14,7 +14,7 @@ error of an offset would make quick messages arrive before they left.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,23 +41,24 @@ class Reading(NamedTuple):
     uncertainty: float
 
 
-def read_clocks(communicator: Communicator | None, torch_device: torch.device) -> Reading:
-    """Return the offset of this process's clock. Collective over the communicator, one process after the other.
+def read_clocks(communicator: Communicator | None, members: Sequence[int], torch_device: torch.device) -> Reading:
+    """Return the offset of this process's clock. Collective over these members, one after the other.
 
-    communicator: of all processes, the first member's clock is the reference; None for a single process.
+    communicator: of these processes and maybe others; None for a single process.
+    members: global ranks; the clock of the first one is the reference.
     """
-    if communicator is None or len(communicator.members) == 1:
+    if communicator is None or len(members) == 1:
         return Reading(now(), 0.0, 0.0)
-    first = communicator.members[0]
-    found = torch.zeros(len(communicator.members), 3, dtype=torch.float64, device=torch_device)
+    first, *others = members
     if communicator.rank == first:
-        found[0, 0] = now()
-        for position, member in enumerate(communicator.members[1:], start=1):
-            found[position] = torch.tensor(_ask(communicator, member, torch_device), dtype=torch.float64)
-    else:
-        _answer(communicator, first, torch_device)
-    communicator.broadcast(found, first, "readings of clocks").wait("the step")
-    return Reading(*found[communicator.position].tolist())
+        for member in others:
+            asked = torch.tensor(_ask(communicator, member, torch_device), dtype=torch.float64, device=torch_device)
+            communicator.send(asked, member, "a reading of its clock").wait("the clocks")
+        return Reading(now(), 0.0, 0.0)
+    _answer(communicator, first, torch_device)
+    reading = torch.zeros(3, dtype=torch.float64, device=torch_device)
+    communicator.receive(reading, first, "the reading of its clock").wait("the clocks")
+    return Reading(*reading.tolist())
 
 
 def _ask(communicator: Communicator, member: int, torch_device: torch.device) -> tuple[float, float, float]:

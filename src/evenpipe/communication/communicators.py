@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,18 +34,21 @@ class Communicators:
 
     def __init__(
         self,
-        groups: Iterable[tuple[str, Sequence[int]]],
+        groups: Iterable[tuple[str, Sequence[Sequence[int]]]],
         *,
         timeout_seconds: float,
         torch_device: torch.device | str = "cpu",
         watch: Watch | None = None,
         nccl: NcclOptions | None = None,
     ) -> None:
-        """Make one process group per entry, in the order given.
+        """Make the process groups of each entry, in the order of the list.
 
-            groups: (name, global ranks of the members). Every process passes the same list in the same order, including
-                groups that it does not belong to: creating a group involves all processes. With several pipelines a
-                name occurs once per pipeline.
+        With NCCL the groups of an entry are one split of the default group, so that a process makes as many calls on
+        any number of processes. That needs a default group that is bound to a GPU (`init_process_group(device_id=...)`,
+        as `launch` and `evenpipe train` do); without, and with gloo, each group is a call of all processes.
+
+            groups: (name, groups of global ranks that have no member in common). Every process passes the same list in
+                the same order, including groups that it does not belong to: creating a group involves all processes.
             timeout_seconds: limit of every operation. The watch finds a dead or hung process much earlier; this limit
                 is for live processes that wait for each other.
         torch_device: device of the tensors.
@@ -56,7 +61,6 @@ class Communicators:
         rank = dist.get_rank() if dist.is_initialized() else 0
         on_gpu = self.torch_device.type == "cuda"
         by_nccl = on_gpu and dist.is_initialized() and "nccl" in dist.get_backend_config()
-        nccl = nccl or NcclOptions()
         staging = None
         if on_gpu and not by_nccl and dist.is_initialized():
             staging = Staging(self.torch_device)
@@ -65,42 +69,40 @@ class Communicators:
                     "processes share a GPU: communication goes through host memory, which is slow and meant for tests"
                 )
         self._by_name: dict[str, Communicator] = {}
-        arrivals = None
+        nccl, groups, arrivals = nccl or NcclOptions(), list(groups), None
         if by_nccl:
+            own = [name for name, lines in groups if any(rank in line and len(line) > 1 for line in lines)]
+            multiprocessors = torch.cuda.get_device_properties(self.torch_device).multi_processor_count
+            if (warning := nccl.check_channels(own, multiprocessors)) and rank == 0:
+                logger.warning(warning)
             arrivals = arrivals_on(self.torch_device) if watch else None
             with watch.during("the making of communicators", "default", watch.others) if watch else nullcontext():
                 _wait_for_all()
         # A group does not inherit the timeout of the default one. NCCL's own action after the limit names no process:
         # the watch comes first.
         timeout = timedelta(seconds=timeout_seconds + (NCCL_LATER_SECONDS if by_nccl else 0.0))
+        make = _maker(by_nccl, self.torch_device, timeout, nccl)
         with quietly() if by_nccl else nullcontext():
-            for name, members in groups:
-                group = None
-                if len(members) > 1:
+            for name, lines in groups:
+                members = next((tuple(line) for line in lines if rank in line), ())
+                group, several = None, [list(line) for line in lines if len(line) > 1]
+                if several:
                     with watch.during(f"communicator {name}", "default", watch.others) if watch else nullcontext():
-                        group = dist.new_group(
-                            list(members),
-                            timeout=timeout,
-                            backend="nccl" if by_nccl else "gloo",
-                            pg_options=nccl.of_group(timeout) if by_nccl else None,
-                            group_desc=name,
-                            # One communicator of NCCL per group from the start, none per pair at the first message.
-                            device_id=self.torch_device if by_nccl else None,
-                        )
-                if watch is not None and not by_nccl and group is not None and rank in members:
+                        group = make(name, several)
+                if not members:
+                    continue
+                if watch is not None and not by_nccl and group is not None:
                     watch.check_members(group, name, members)
-                if rank in members:
-                    assert name not in self._by_name, f"process {rank} belongs to two groups named {name}"
-                    self._by_name[name] = Communicator(
-                        name,
-                        tuple(members),
-                        rank,
-                        group,
-                        timeout_seconds=timeout_seconds,
-                        staging=staging,
-                        watch=watch,
-                        arrivals=arrivals,
-                    )
+                self._by_name[name] = Communicator(
+                    name,
+                    members,
+                    rank,
+                    group,
+                    timeout_seconds=timeout_seconds,
+                    staging=staging,
+                    watch=watch,
+                    arrivals=arrivals,
+                )
 
     def __getitem__(self, name: str) -> Communicator:
         return self._by_name[name]
@@ -156,3 +158,34 @@ def _wait_for_all() -> None:
         dist.all_reduce(torch.zeros(1, device="cpu"))
     elif bound_device() is not None:
         dist.barrier()
+
+
+Maker = Callable[[str, list[list[int]]], dist.ProcessGroup | None]
+"""Makes groups, by their name and members, collectively over all processes; returns this process's own."""
+
+
+def _maker(by_nccl: bool, torch_device: torch.device, timeout: timedelta, nccl: NcclOptions) -> Maker:
+    """Return what makes the groups of one name."""
+
+    def split(name: str, lines: list[list[int]]) -> dist.ProcessGroup | None:
+        """One communicator of NCCL for each group from the start, none for each pair at the first message."""
+        return dist.split_group(
+            split_ranks=lines, timeout=timeout, pg_options=nccl.of_group(name, timeout), group_desc=name, **of_nccl
+        )
+
+    def line_by_line(name: str, lines: list[list[int]]) -> dist.ProcessGroup | None:
+        own, rank = None, dist.get_rank()
+        for members in lines:
+            options: dict[str, Any] = {"backend": "gloo"}
+            if by_nccl:
+                options = {"backend": "nccl", "pg_options": nccl.of_group(name, timeout), "device_id": torch_device}
+            group = dist.new_group(members, timeout=timeout, group_desc=name, **options)
+            own = group if rank in members else own
+        return own
+
+    if not by_nccl or bound_device() is None:
+        return line_by_line
+    # Since torch 2.12; before, the split of a default group for CPUs and GPUs makes groups of gloo, too.
+    selects = "backend" in inspect.signature(dist.split_group).parameters and "gloo" in dist.get_backend_config()
+    of_nccl: dict[str, Any] = {"backend": "cuda:nccl"} if selects else {}
+    return split

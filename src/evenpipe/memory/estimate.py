@@ -249,7 +249,13 @@ def device_estimate(
     process = process_memory(
         found.peak,
         settings.overheads,
-        communicators=communicators_of(device, settings.parallelism, settings.framework, plan.transfers),
+        communicators=communicators_of(
+            device,
+            settings.parallelism,
+            settings.framework,
+            plan.transfers,
+            vocabulary=plan.program.vocabulary.sharded,
+        ),
         context_parallel=settings.parallelism.cp > 1,
     )
     placement = plan.program.placement

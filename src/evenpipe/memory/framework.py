@@ -84,11 +84,11 @@ EVENPIPE = Framework(
     gradients_exist=False,
     stops_early=True,
     workspace=64 * MIB,
-    groups=(("dp", "cp"), ("tp",), ("cp",)),
+    groups=(("dp", "cp"), ("tp",), ("cp",), ("dp", "pp", "cp", "tp")),
 )
-"""This library: `runtime/parameters.py`, `parallel/fsdp.py`, `tensor`, torch's AdamW. cuBLAS has a workspace for the
-thread of forwards and one for that of backwards, 32 MiB each from Hopper on (8 MiB before); an H100 has shown them
-(`benchmarks/gpu/memory.py`)."""
+"""This library: `runtime/parameters.py`, `parallel/groups.py`, `parallel/fsdp.py`, `tensor`, torch's AdamW. cuBLAS has
+a workspace for the thread of forwards and one for that of backwards, 32 MiB each from Hopper on (8 MiB before); an H100
+has shown them (`benchmarks/gpu/memory.py`)."""
 
 MEGATRON = Framework(
     masters="optimizer",

@@ -11,7 +11,6 @@ The first is exact. The others are ranges, from the least to the most that was m
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -153,14 +152,25 @@ def verdict_of(process: ProcessMemory, memory: int) -> Verdict:
 
 
 def communicators_of(
-    device: int, parallelism: Parallelism, framework: Framework, transfers: Mapping[str, Iterable[int]]
+    device: int,
+    parallelism: Parallelism,
+    framework: Framework,
+    transfers: Mapping[str, Iterable[int]],
+    *,
+    vocabulary: bool,
 ) -> int:
     """Return the number of communicators that one GPU of a pipeline's device is a member of.
 
     transfers: members (devices) of the program's communicators, by name.
+    vocabulary: whether all devices share the rows of the vocabulary layers.
     """
     sizes = {"dp": parallelism.dp, "tp": parallelism.tp, "cp": parallelism.cp, "pp": parallelism.pp}
-    count = sum(math.prod(sizes[axis] for axis in axes) > 1 for axes in framework.groups)
+    axes = list(framework.groups)
+    if framework.transfers and parallelism.tp > 1:  # rows that are cut along several axes
+        axes += [("pp", "tp")] * vocabulary + [("dp", "cp", "tp")] * (parallelism.zero == 3)
+    long = [frozenset(axis for axis in group if sizes[axis] > 1) for group in axes]
+    # Ours makes one for the same processes.
+    count = len({*filter(None, long)}) if framework.transfers else sum(map(bool, long))
     if parallelism.ep > 1:  # the members of a group, and the same member of all groups
         count += 1 + (parallelism.replicas > parallelism.ep)
     count += parallelism.shards < parallelism.replicas

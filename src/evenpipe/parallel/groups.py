@@ -26,9 +26,11 @@ class Groups:
     """Made on every process, collectively: the lines and groups of the grid that communicate, by the names of their
     axes, and "everyone".
 
-    Programs run along a line "pp": one for each replica, piece of its sequences, and tensor rank. Processes with the
-    same parameters are in the order of their ranks, as FSDP2 numbers them, all others in the order of the grid: replica
-    by replica, in each by device, by piece, then by tensor rank.
+    Programs run along a line "pp": one for each replica, piece of its sequences, and tensor rank. By default a process
+    has four communicators there (`schedule.SHARING`), one for each other axis, one of all processes, and one more where
+    rows are cut along several axes: of the vocabulary over devices and tensor ranks, of other parameters over replicas
+    and tensor ranks. Processes with the same parameters are in the order of their ranks, as FSDP2 numbers them, all
+    others in the order of the grid: replica by replica, in each by device, by piece, then by tensor rank.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Groups:
         program: Mapping[str, Sequence[int]],
         *,
         tied: tuple[int, int] | None,
+        vocabulary: bool,
         sharded: bool,
         timeout_seconds: float,
         torch_device: torch.device,
@@ -46,6 +49,7 @@ class Groups:
         """
         Args:
             program: devices by communicator of the program.
+            vocabulary: whether all devices share the rows of the vocabulary layers.
             sharded: whether replicas share the rows of parameters.
             tied: the two devices that both hold the matrix of a model with tied weights, if two do.
             nccl: as for `Communicators`.
@@ -59,10 +63,9 @@ class Groups:
         self._over: dict[frozenset[str], Communicator] = {}
         self.communicators: Communicators | None = None
         """All of them, including those of the programs; None for a single process."""
-        self.pipeline: Communicator | None = None
-        """All processes of this one's replica: of its devices, pieces and tensor ranks; None for a single one."""
-        self.data: Communicator | None = None
-        """This process in every replica; None for one replica."""
+        self.line: Communicator | None = None
+        """The devices of the pipeline: a communicator of its program, if there is one with all of them; None for one
+        device."""
         self.context: Communicator | None = None
         """The processes of this device that share every sequence; None for one."""
         self.tensor: Communicator | None = None
@@ -81,39 +84,47 @@ class Groups:
         """The first and the last device that hold the same rows, on these two, if a matrix is held twice."""
         if len(grid.ranks) == 1:
             return
-        groups, replica = self._by_axes(sharded=sharded), ("pp", "cp", "tp")
-        listed: list[tuple[str, Sequence[int]]] = []
-        if grid.size("pp") > 1:
-            for name, those in sorted(program.items()):
-                listed += [(name, [line[device] for device in those]) for line in grid.groups("pp")]
-        listed += self._with_the_same_rows(tied, sharded=sharded)
+        devices, lines = grid.size("pp"), grid.groups("pp")
+        listed: list[tuple[str, Sequence[Sequence[int]]]] = []
+        whole = None
+        if devices > 1:
+            transfers = sorted(program.items())
+            listed += [(name, [[line[one] for one in those] for line in lines]) for name, those in transfers]
+            whole = next((name for name, those in transfers if tuple(those) == tuple(range(devices))), "pp")
+            if whole == "pp":
+                listed.append((whole, lines))
+        groups = self._by_axes(vocabulary=vocabulary, sharded=sharded)
+        listed += [(name, found) for name, found in self._with_the_same_rows(tied, sharded=sharded) if found]
         pieces = grid.groups("cp")
         if self._long(COPIES) == {"cp"} and any(list(one) != sorted(one) for one in pieces):
-            listed += [("context", members) for members in pieces]  # on all devices in the order of the pieces
-        listed += [(name, members) for name, found in groups.values() for members in found]
+            listed.append(("context", pieces))  # on all devices in the order of the pieces
+        listed += groups.values()
         everyone = next((name for name, found in groups.values() if grid.ranks in found), "everyone")
         if everyone == "everyone":
-            listed.append((everyone, grid.ranks))
+            listed.append((everyone, [grid.ranks]))
         made = self.communicators = Communicators(
             listed, timeout_seconds=timeout_seconds, torch_device=torch_device, watch=watch, nccl=nccl
         )
         by_name = {communicator.name: communicator for communicator in made}
         self._over = {axes: by_name[name] for axes, (name, _) in groups.items()}
+        if whole is not None:
+            self.line = by_name[whole]
+            self._over.setdefault(frozenset({"pp"}), self.line)
         self.everyone = by_name[everyone]
         self._place_of = {member: place for place, member in enumerate(self.everyone.members)}
-        self.pipeline, self.replicas, self.data = self.over(*replica), self.over(*COPIES), self.over("dp")
+        self.replicas = self.over(*COPIES)
         self.experts, self.expert_replicas = by_name.get("experts"), by_name.get("expert replicas")
         self.context, self.tensor = by_name.get("context", self.over("cp")), self.over("tp")
         self.tied = by_name.get("tied")
         self.shared = by_name.get("shared", self.tensor)
         made.warm_up()
 
-    def _by_axes(self, *, sharded: bool) -> dict[frozenset[str], tuple[str, list[tuple[int, ...]]]]:
+    def _by_axes(self, *, vocabulary: bool, sharded: bool) -> dict[frozenset[str], tuple[str, list[tuple[int, ...]]]]:
         """Return name and members of the groups over some axes, by these axes."""
         grid = self._grid
         groups: dict[frozenset[str], tuple[str, list[tuple[int, ...]]]] = {}
-        replica = ("pp", "cp", "tp")
-        for axes in (COPIES, ("pp", "tp"), ("tp",), replica, ("cp",), ("dp",), ("tp", *COPIES) if sharded else ()):
+        rows = (("pp", "tp") if vocabulary and grid.size("tp") > 1 else (), ("tp", *COPIES) if sharded else ())
+        for axes in (COPIES, ("tp",), ("cp",), *rows):
             long = self._long(axes)
             if long:
                 name, found = (
@@ -130,7 +141,7 @@ class Groups:
 
     def _with_the_same_rows(
         self, tied: tuple[int, int] | None, *, sharded: bool
-    ) -> Iterator[tuple[str, Sequence[int]]]:
+    ) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
         """Yield the pairs "tied", and the tensor ranks "shared" where they are not those of one pipeline."""
         grid = self._grid
 
@@ -141,11 +152,11 @@ class Groups:
 
         devices, ranks = range(grid.size("pp")), range(grid.size("tp"))
         if tied is not None:
-            yield from (("tied", pair) for rank in ranks for pair in alike((device, rank) for device in tied))
+            yield "tied", [pair for rank in ranks for pair in alike((device, rank) for device in tied)]
         if sharded and len(ranks) > 1:
             mates = [mates for device in devices for mates in alike((device, rank) for rank in ranks)]
             if set(mates) != set(grid.groups("tp")):
-                yield from (("shared", members) for members in mates)
+                yield "shared", mates
 
     def over(self, *axes: str) -> Communicator | None:
         """The communicator of the processes that differ from this one only along these axes; None if there are none."""
@@ -171,23 +182,26 @@ class Groups:
             InputError: on every process, if they were called for different methods. On this one, if it has left a
                 stream of tensors before its end, which others are still sending.
         """
-        self.begin(name, self.everyone, [], f"the call of {name}", "")
+        self.begin(name, [], f"the call of {name}", "")
 
-    def begin(
-        self, name: str, communicator: Communicator | None, numbers: list[int], what: str, needed_by: str
-    ) -> list[list[int]]:
-        """As `agree`; return the numbers of all members of the communicator, in order, on each of them; only one's own
-        without others. Collective over everyone, unless this process has no others there.
+    def begin(self, name: str, numbers: list[int], what: str, needed_by: str) -> list[list[int]]:
+        """As `agree`; return the numbers of all processes in the order of the grid, on each of them. Collective over
+        everyone.
 
         Args:
-            communicator: over the same axes on all processes.
             numbers: int64, equally many on all processes, at most `ROOM`.
             what, needed_by: description of this wait, for error messages.
         """
-        if communicator is None:
+        if self.everyone is None:
             return [numbers]
         table = self._exchange(name, row_of(name, numbers, self.torch_device), what, needed_by)
-        return table[self._places(communicator), : len(numbers)].tolist()
+        return self._in_order(table[:, : len(numbers)].tolist())
+
+    def gather(self, numbers: list[int], what: str, needed_by: str) -> list[list[int]]:
+        """Return int64 numbers of all processes, equally many on each, in the order of the grid. No method begins with
+        this. Collective over everyone."""
+        table = gather_numbers(self.everyone, numbers, what, needed_by, self.torch_device)
+        return table if self.everyone is None else self._in_order(table)
 
     def sum(self, name: str, number: Tensor, *axes: str) -> Tensor:
         """As `agree`; return the sum of a scalar fp64 over these axes: the same bits on every process, since all add in
@@ -195,10 +209,8 @@ class Groups:
         if self.everyone is None:
             return number
         table = self._exchange(name, row_of_scalar(name, number), "the norm of all gradients", "the optimizer")
-        communicator = self.over(*axes)
-        if communicator is None:
-            return number
-        return table[self._places(communicator), 0].view(torch.float64).sum().to(number.device)
+        places = sorted(self._place_of[rank] for rank in self._grid.group(*axes))
+        return table[places, 0].view(torch.float64).sum().to(number.device)
 
     def stream(self, name: str, items: Iterator[Item]) -> Iterator[Item]:
         """Iterate over items that all processes exchange, for a public method that each must call and exhaust: as
@@ -219,9 +231,9 @@ class Groups:
             raise InputError(f"{name}: {self._streaming} was left before its end, expected it to be exhausted first")
         return gather_calls(self.everyone, row, what, needed_by)
 
-    def _places(self, communicator: Communicator) -> list[int]:
-        """Return the places of its members among everyone."""
-        return [self._place_of[member] for member in communicator.members]
+    def _in_order(self, table: list[list[int]]) -> list[list[int]]:
+        """Return rows of everyone in the order of the grid."""
+        return [table[self._place_of[rank]] for rank in self._grid.ranks]
 
     # --- messages ------------------------------------------------------------------------------------------------
 
@@ -243,27 +255,33 @@ class Groups:
 
         Raises InputError as `agree`, and if processes give different numbers of them.
         """
-        what, needed_by, everyone = "figures of all devices", "the caller", self.everyone
+        what, needed_by = "figures of all devices", "the caller"
         bits = torch.tensor(numbers, dtype=torch.float64).view(torch.int64).tolist()
         fits = len(bits) < ROOM
-        rows = self.begin(called, everyone, [len(bits), *(bits if fits else ())], what, needed_by)
+        rows = self.begin(called, [len(bits), *(bits if fits else ())], what, needed_by)
         counts = [count for count, *_ in rows]
         if len(set(counts)) > 1:
             raise InputError(f"{called}: {counts} numbers on the processes, expected equally many on all of them")
-        table = (
-            [row for _, *row in rows] if fits else gather_numbers(everyone, bits, what, needed_by, self.torch_device)
-        )
+        table = [row for _, *row in rows] if fits else self.gather(bits, what, needed_by)
         return torch.tensor(table, dtype=torch.int64).view(torch.float64).tolist()
+
+    def broadcast(self, tensor: Tensor, what: str, needed_by: str) -> None:
+        """Send the tensor of the first process of each replica to all others of it, into theirs: along one axis after
+        the other. Collective over the replica; on a GPU the host does not wait."""
+        lines, grid = {"pp": self.line, "cp": self.context, "tp": self.tensor}, self._grid
+        for axis, communicator in lines.items():
+            later = [*lines][[*lines].index(axis) + 1 :]
+            if communicator is not None and not any(map(grid.coordinate, later)):
+                communicator.broadcast(tensor, grid.at(**{axis: 0}), what).wait(needed_by)
 
     # --- results of the output layer ---------------------------------------------------------------------------------
 
     def share(self, own: Tensor | None, source: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Work:
         """Share a tensor of the pipeline's device `source` (all its tensor ranks have it) with all of the pipeline."""
-        pipeline = self.over("pp", "tp")
-        if pipeline is None:
+        if self.line is None:
             return Done(own)
         tensor = torch.empty(shape, dtype=dtype, device=self.torch_device) if own is None else own.contiguous()
-        handle = pipeline.broadcast(tensor, self._grid.at(pp=source, tp=0), "the loss")
+        handle = self.line.broadcast(tensor, self._grid.at(pp=source), "the loss")
         return handle.giving(tensor, "the caller")
 
     def total(self, own: Tensor, what: str) -> Work:

@@ -136,14 +136,14 @@ def _in_flight(problem: Problem, configuration: Configuration) -> InFlight:
     )
 
 
-def usable(problem: Problem, layout: Recipe, *, transfers: int = 0) -> float:
-    """Return the bytes that a device has for tensors, if everything else is as large as was ever seen. transfers:
-    communicators of the pipeline."""
+def usable(problem: Problem, layout: Recipe) -> float:
+    """Return the bytes that a device has for tensors, if everything else is as large as was ever seen."""
     if problem.hardware.torch_device == "cpu":
         return problem.memory_bytes
     framework, parallelism = problem.framework, layout.parallelism
+    transfers = (2 + 2 * layout.mode.sharded) * (layout.devices > 1)  # as many communicators, shared per kind
     own = dict.fromkeys(map(str, range(transfers)), (0,))
-    key = communicators_of(0, parallelism, framework, own), parallelism.cp > 1
+    key = communicators_of(0, parallelism, framework, own, vocabulary=layout.mode.sharded), parallelism.cp > 1
     return problem.once((usable, *key), partial(_usable, problem, *key))
 
 
@@ -185,8 +185,7 @@ def _memory_floor(problem: Problem, configuration: Configuration, *, traced: boo
         stages = shape.placement.stages_of(device)
         # Each barrier keeps every stage's activation of one microbatch more; for looped stages, of one stage.
         more = barriers * (len(layers) if turns_back else len(layers) / len(stages))
-        hops = 0 if devices == 1 else 2 if device in (0, devices - 1) else 4
-        room = usable(problem, recipe, transfers=hops + (4 if barriers and devices > 1 else 0))
+        room = usable(problem, recipe)
         state = state_floor(problem, recipe, parameters[device], on_host)
         room += tolerance - state.always
         gradients = (state.gradients - of_shards.gradients) / max(1, len(layers))

@@ -138,7 +138,7 @@ class Programs:
             order = self._whatever_the_times(replace(recipe, vocabulary="first-last", costs=None))
         else:
             order = order_by(recipe, costs, recipe.vocabulary, self._make)
-        return order, add_communication(order, costs)
+        return order, add_communication(order, costs, recipe.sharing)
 
     def _make(self, schedule: str, devices: int, units: int, costs: Costs | None = None, **options: Any) -> Order:
         """Return the same as `generate`, with equal arguments once: modes with the same stage costs have the same order

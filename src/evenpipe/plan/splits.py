@@ -158,8 +158,7 @@ class _Devices:
         for device, held in enumerate(layers_of_devices(one)):
             all_of_it = parameters_per_device(problem, one)[device]
             ends = Parameters(max(0.0, all_of_it.others - sum(others[layer] for layer in held)), 0.0)
-            hops = 2 if device in (0, placement.devices - 1) else 4
-            free = usable(problem, recipe, transfers=hops + (4 if barriers else 0))
+            free = usable(problem, recipe)
             room.append(free - sum(state_floor(problem, recipe, ends)) - logits[device] - passing)
         policies: tuple[str, ...] = POLICIES
         if "activation_checkpointing" not in one.open:  # of layers with several, that which keeps most

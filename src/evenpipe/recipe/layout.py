@@ -121,12 +121,12 @@ class Layout:
             mode,
             costs,
             slices=recipe.slices if recipe.slices > 1 else None,
-            sharing=recipe.communicators,
+            sharing=recipe.sharing,
             offload=recipe.offload.activations,
             host_memory=recipe.offload.host_memory,
             **(recipe.options if isinstance(schedule, str) else {}),
         )
-        evaluation = evaluation_program(order, costs, recipe.communicators)
+        evaluation = evaluation_program(order, costs, recipe.sharing)
         program, evaluation = (for_replicas(one, recipe.parallelism, tied=tied) for one in (program, evaluation))
         placement, ranks = program.placement, recipe.parallelism.tp
         if VocabularyMode(mode).sharded:

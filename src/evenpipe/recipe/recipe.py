@@ -15,7 +15,7 @@ from evenpipe.recipe.batch_shape import BatchShape, Documents
 from evenpipe.recipe.given_schedule import read_schedule
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.parallelism import ContextExchange, DataParallel, Parallelism, TensorOverlap
-from evenpipe.schedule import PER_PAIR, SHARING, Costs, Order, Program, Schedule, VocabularyMode
+from evenpipe.schedule import PER_KIND, SHARING, Costs, Order, Program, Schedule, VocabularyMode
 from evenpipe.words import count, nearest, refused
 
 ARRANGE = ("auto", "flops")
@@ -54,7 +54,7 @@ class RecipeOptions(TypedDict, total=False):
     compile_layers: bool
     offload: OffloadOptions | None
     experts: ExpertOptions | None
-    communicators: Communicators
+    communicators: Communicators | None
     nccl: NcclOptions | None
     costs: Costs | None
     arrange: str
@@ -100,10 +100,11 @@ class Recipe:
     outside the layers are not compiled."""
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     """Which activations go to the host, and the memory that they use there."""
-    communicators: Communicators = PER_PAIR
-    """Transfers that share a communicator. "per-pair": all from one device to another, and each kind of collective.
-    "per-kind": all forward hops, all backward hops, and each kind of collective. "one": all. Fewer communicators take
-    less memory (with NCCL about 0.5 GB each), but their transfers wait for each other."""
+    communicators: Communicators | None = None
+    """Transfers that share a communicator. "per-kind": all forward hops, all backward hops, small collectives, large
+    collectives. "per-pair": all hops from one device to another, and each kind of collective. "one": all. Fewer
+    communicators take less memory (with NCCL about 0.5 GB each), but their transfers wait for each other. Default:
+    "per-kind"; "per-pair" for a program that says when its transfers are issued."""
     nccl: NcclOptions = field(default_factory=NcclOptions)
     """Priority and channels of communication on GPUs. No effect on gloo."""
     costs: Annotated[Costs, Instance("Costs", (Costs,))] | None = None
@@ -145,6 +146,11 @@ class Recipe:
 
     def _put(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+    @property
+    def sharing(self) -> str:
+        """Which transfers share a communicator."""
+        return self.communicators or (self.schedule.sharing if isinstance(self.schedule, Program) else PER_KIND)
 
     @property
     def mode(self) -> VocabularyMode:

@@ -14,17 +14,17 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from evenpipe.attention.carry import Carries
 from evenpipe.attention.sight import Sight, seeing
-from evenpipe.communication.calls import gather_numbers
-from evenpipe.communication.communicator import Communicator
 from evenpipe.errors import InputError
 from evenpipe.model import Description
+from evenpipe.parallel.grid import Grid
+from evenpipe.parallel.groups import Groups
 from evenpipe.runtime.inputs import (
     IGNORE_INDEX,
     INPUT_NAMES,
@@ -37,15 +37,12 @@ from evenpipe.runtime.inputs import (
     with_labels,
     with_positions,
 )
-from evenpipe.runtime.trained import Trained, check_trained
+from evenpipe.runtime.trained import Trained
 
 NO_TOTAL = -1.0
 """In messages: the total of the update is not given."""
 ROUNDING_OF_TOTALS = 1 + 1e-5
 """A total of token weights may be so much smaller than it is here: its caller may have added in fp32."""
-
-Begin = Callable[[Communicator | None, list[int], str, str], list[list[int]]]
-"""Gathers numbers over a communicator as `gather`, in an exchange over everyone that begins a step or an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,122 +136,97 @@ class Totals:
 def distribute(
     inputs: Inputs,
     *,
+    called: str,
     microbatches: int,
     model: Description,
     tokens: Divisor = WHOLE,
-    communicator: Communicator | None,
-    replicas: Communicator | None = None,
-    begin: Begin,
+    groups: Groups,
+    grid: Grid,
     trained: Trained,
     drawn: int = 0,
     torch_device: torch.device,
 ) -> tuple[Inputs, Totals]:
-    """Check the step's inputs on the first process of the pipeline and send them to all others.
+    """Check the step's inputs on the first process of each replica and send them to all others of it.
 
-    Collective. Over the data axis: all gather eight numbers of each, seven of which count only from first processes.
-    Then over the pipeline axis: all gather the first process's header of twelve numbers and the flags of the others'
-    parameters; the first one broadcasts an int64 tensor with all integers, then the weights if there are any. The first
-    of these exchanges goes to everyone, and shows that all were called for the same method.
+    Collective over everyone: all gather one row of numbers of each, which also shows that all were called for the same
+    method. Nothing more is sent if a batch is refused. Then the first process of each replica broadcasts an int64
+    tensor with all integers, and the weights if there are any.
 
     Args:
+        called: the public method.
         microbatches, tokens: as for `check`.
-        communicator: of the replica's processes; None for one.
-        replicas: of the processes that are this one in their replicas; None for one replica.
-        begin: makes the first of these exchanges, over everyone.
         trained: flags read for this step.
         drawn: a random number of this process for the step; that of the very first process counts.
 
     Returns:
-        The same inputs on every process of the pipeline, with labels: those given, or the ids without padding; ids,
+        The same inputs on every process of the replica, with labels: those given, or the ids without padding; ids,
         labels and mask on the host, the rest on `torch_device`. And the totals of all replicas.
 
     Raises:
-        InputError: on every process of all pipelines, if one of the first processes got wrong inputs, if processes
-            disagree on the trainable parameters or their hooks, replicas on the update, or if some of them were called
-            for another method.
-    """
-    is_source = communicator is None or communicator.rank == communicator.members[0]
-    own, header, fault = _agree(
-        inputs if is_source else None,
-        microbatches=microbatches,
-        model=model,
-        tokens=tokens,
-        replicas=replicas,
-        begin=begin,
-        trained=trained,
-        drawn=drawn,
-        torch_device=torch_device,
-    )
-    numbers, what = [*header, *trained.for_pipeline()], "the size of the batch"
-    if replicas is None:  # no exchange yet
-        table = begin(communicator, numbers, what, "the step")
-    else:
-        table = gather_numbers(communicator, numbers, what, "the step", torch_device)
-    head = table[0][: len(header)]
-    if not head[0]:
-        if not is_source:
-            fault = InputError("input_ids: refused by the first process of the pipeline; see its error")
-        assert fault is not None
-        raise fault
-    check_trained(trained, [numbers[len(header) :] for numbers in table], communicator, torch_device)
-    *_, weight, valid_tokens, accumulate, fewest, of_update, drawn = head
-    totals = Totals(_as_float(weight), valid_tokens, accumulate, fewest, _total_of(of_update), drawn)
-    if communicator is not None:
-        return _send(own, head, communicator, torch_device), totals
-    assert own is not None
-    positions, weights = (
-        None if one is None else one.to(torch_device) for one in (own.position_ids, own.token_weights)
-    )
-    return replace(own, position_ids=positions, token_weights=weights), totals
-
-
-def _agree(
-    given: Inputs | None,
-    *,
-    microbatches: int,
-    model: Description,
-    tokens: Divisor,
-    replicas: Communicator | None,
-    begin: Begin,
-    trained: Trained,
-    drawn: int,
-    torch_device: torch.device,
-) -> tuple[Inputs | None, list[int], InputError | None]:
-    """Check the inputs on the first process of a pipeline, `given` there only, and agree over replicas on their totals.
-
-    Returns:
-        The inputs with labels and positions, on the CPU; the header of twelve numbers, zeros if a batch is refused; and
-        then the reason, if it is known here.
+        InputError: on every process, if a first process got wrong inputs, if processes disagree on the trainable
+            parameters or their hooks, replicas on the update, or if some of them were called for another method.
     """
     fault: InputError | None = None
-    inputs: Inputs | None = None
-    own = [0] * 7
-    if given is not None:
+    own: Inputs | None = None
+    row = _Row()
+    if grid.feeds:
         try:
-            inputs = _on_cpu(given, microbatches=microbatches, model=model, tokens=tokens)
+            own = _on_cpu(inputs, microbatches=microbatches, model=model, tokens=tokens)
         except InputError as error:
             fault = error
         else:
-            total = _own_total(*_weights(inputs))
-            assert inputs.input_ids is not None
-            numbers = (total.valid_tokens, len(inputs.input_ids), inputs.steps, _bits_of_total(inputs.total_tokens))
-            own = [1, _as_integer(total.weight), *numbers, drawn]
-    table = begin(replicas, [*own, trained.fingerprint], "the weight of all batches", "the step")
-    if len({fingerprint for *_, fingerprint in table}) > 1:
-        what = "which parameters are trained"
-        trained.dispute(gather_numbers(replicas, list(map(int, trained.flags)), what, "the step", torch_device))
-    header = [0] * 12
-    if all(good for good, *_ in table):  # as the first processes see it
-        assert inputs is not None
-        weight, valid = sum(_as_float(row[1]) for row in table), sum(row[2] for row in table)
-        updates = [(steps, _total_of(bits)) for *_, steps, bits, _, _ in table]
-        totals = Totals(weight, valid, updates[0][0], min(row[3] for row in table), updates[0][1], table[0][-2])
-        fault = _fault_of_update(updates, totals)
-        if fault is None:
-            header = _header(inputs, totals)
-    elif fault is None:
-        fault = InputError("input_ids: refused by the first process of another pipeline; see its error")
-    return inputs, header, fault
+            row = _row_of(own, drawn)
+    table = groups.begin(called, [*row, *trained.for_all()], "the size of the batch", "the step")
+    replicas = grid.size("dp")
+    sources = [_Row._make(one[: len(row)]) for one in table[:: len(table) // replicas]]
+    source = sources[grid.coordinate("dp")]
+    if not all(one.good for one in sources):
+        which = "another" if source.good else "the"
+        raise fault or InputError(f"input_ids: refused by the first process of {which} pipeline; see its error")
+    totals = Totals(
+        sum(_as_float(one.weight) for one in sources),
+        sum(one.valid_tokens for one in sources),
+        source.accumulate,
+        min(one.sequences for one in sources),
+        _total_of(source.of_update),
+        sources[0].drawn,
+    )
+    if (fault := _fault_of_update(sources, totals)) is not None:
+        raise fault
+    if not trained.agree([one[len(row) :] for one in table], replicas):
+        flags = groups.gather(trained.by_name(), "which parameters are trained", "the step")
+        raise trained.disagreement(flags, replicas)
+    return _share(own, source, groups, torch_device), totals
+
+
+class _Row(NamedTuple):
+    """What the first process of a replica says about its batch; all zeros on others, and if it is refused."""
+
+    good: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    has_positions: int = 0
+    has_mask: int = 0
+    has_weights: int = 0
+    wide: int = 0
+    """Whether weights are fp64."""
+    weight: int = 0
+    """The bits of `Totals.weight`."""
+    valid_tokens: int = 0
+    accumulate: int = 0
+    of_update: int = 0
+    """Of `Totals.of_update`, the bits, or those of NO_TOTAL."""
+    drawn: int = 0
+
+
+def _row_of(inputs: Inputs, drawn: int) -> _Row:
+    assert inputs.input_ids is not None
+    present = [tensor is not None for tensor in (inputs.position_ids, inputs.attention_mask, inputs.token_weights)]
+    wide = inputs.token_weights is not None and inputs.token_weights.dtype == torch.float64
+    total = _own_total(*_weights(inputs))
+    of_update = NO_TOTAL if inputs.total_tokens is None else float(inputs.total_tokens)
+    numbers = (_as_integer(total.weight), total.valid_tokens, inputs.steps, _as_integer(of_update), drawn)
+    return _Row._make([1, *inputs.input_ids.shape, *present, wide, *numbers])
 
 
 def _on_cpu(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divisor) -> Inputs:
@@ -267,9 +239,9 @@ def _on_cpu(inputs: Inputs, *, microbatches: int, model: Description, tokens: Di
     return with_labels(replace(inputs, **on_cpu))
 
 
-def _fault_of_update(updates: list[tuple[int, float | None]], totals: Totals) -> InputError | None:
+def _fault_of_update(replicas: Sequence[_Row], totals: Totals) -> InputError | None:
     """Return what is wrong with the number of steps and the total of the update that each replica gives."""
-    steps, weights = ([*values] for values in zip(*updates, strict=True))
+    steps, weights = [one.accumulate for one in replicas], [_total_of(one.of_update) for one in replicas]
     if len(set(steps)) > 1:
         return InputError(f"accumulate: {steps} by replica, expected the same number of steps in all of them")
     if len(set(weights)) > 1:
@@ -311,48 +283,34 @@ def count_weight(
     return sum(weight for _, weight in table)
 
 
-def _send(given: Inputs | None, header: list[int], communicator: Communicator, torch_device: torch.device) -> Inputs:
-    """Send the inputs of the first process of a pipeline, `given` there only, to all of it."""
-    sequences, tokens, has_positions, has_mask, has_weights, wide, *_ = header
-
-    def broadcast(tensor: Tensor, what: str) -> Tensor:
-        communicator.broadcast(tensor, communicator.members[0], what).wait("the step")
-        return tensor
-
+def _share(given: Inputs | None, row: _Row, groups: Groups, torch_device: torch.device) -> Inputs:
+    """Send the inputs of the first process of a replica, `given` there only, to all of it."""
+    on_host: Tensor | None = None
     if given is not None:
-        present = [tensor for tensor in fields_of(given)[:4] if tensor is not None]
-        integers = torch.stack([tensor.to(device=torch_device, dtype=torch.int64) for tensor in present])
+        on_host = torch.stack([one.to(torch.int64) for one in fields_of(given)[:4] if one is not None])
+        integers = on_host.to(torch_device)
     else:
-        integers = torch.empty(
-            (2 + has_positions + has_mask, sequences, tokens), dtype=torch.int64, device=torch_device
-        )
-    broadcast(integers, "token ids and labels")
+        size = (2 + row.has_positions + row.has_mask, row.sequences, row.tokens)
+        integers = torch.empty(size, dtype=torch.int64, device=torch_device)
+    groups.broadcast(integers, "token ids and labels", "the step")
     weights = None
-    if has_weights:
-        dtype = torch.float64 if wide else torch.float32
+    if row.has_weights:
+        dtype = torch.float64 if row.wide else torch.float32
         if given is not None:
             assert given.token_weights is not None
             weights = given.token_weights.to(device=torch_device, dtype=dtype).contiguous()
         else:
-            weights = torch.empty((sequences, tokens), dtype=dtype, device=torch_device)
-        broadcast(weights, "token weights")
-    on_host = integers.cpu()  # with everything that is read there: one wait
+            weights = torch.empty((row.sequences, row.tokens), dtype=dtype, device=torch_device)
+        groups.broadcast(weights, "token weights", "the step")
+    if on_host is None:
+        on_host = integers.cpu()  # with everything that is read there: one wait
     return Inputs(
         input_ids=on_host[0],
         labels=on_host[1],
-        position_ids=integers[2] if has_positions else None,
-        attention_mask=on_host[2 + has_positions] if has_mask else None,
+        position_ids=integers[2] if row.has_positions else None,
+        attention_mask=on_host[2 + row.has_positions] if row.has_mask else None,
         token_weights=weights,
     )
-
-
-def _header(inputs: Inputs, totals: Totals) -> list[int]:
-    """Return the header that others need to receive the inputs: twelve numbers, the first one not 0."""
-    assert inputs.input_ids is not None
-    present = [tensor is not None for tensor in (inputs.position_ids, inputs.attention_mask, inputs.token_weights)]
-    wide = inputs.token_weights is not None and inputs.token_weights.dtype == torch.float64
-    numbers = (totals.valid_tokens, totals.accumulate, totals.fewest_sequences, _bits_of_total(totals.of_update))
-    return [*inputs.input_ids.shape, *present, wide, _as_integer(totals.weight), *numbers, totals.drawn]
 
 
 def _own_total(targets: Tensor, weights: Tensor) -> Totals:
@@ -366,10 +324,6 @@ def _as_integer(number: float) -> int:
 
 def _as_float(bits: int) -> float:
     return struct.unpack("<d", bits.to_bytes(8, "little", signed=True))[0]
-
-
-def _bits_of_total(total: float | None) -> int:
-    return _as_integer(NO_TOTAL if total is None else float(total))
 
 
 def _total_of(bits: int) -> float | None:

@@ -61,12 +61,12 @@ class Executor:
         self.trained.read()
         inputs, totals = distribute(
             inputs,
+            called="step" if training else "evaluate",
             microbatches=plan.recipe.microbatches if training else 1,
             model=plan.description,
             tokens=Divisor.of(plan.recipe.parallelism, plan.layout.program.slices),
-            communicator=groups.pipeline,
-            replicas=groups.data,
-            begin=partial(groups.begin, "step" if training else "evaluate"),
+            groups=groups,
+            grid=self.grid,
             trained=self.trained,
             drawn=drawn.draw() if drawn is not None and self.grid.feeds else 0,
             torch_device=self.torch_device,
@@ -89,11 +89,12 @@ class Executor:
             if self.router_losses is not None:
                 self.router_losses.accumulate = totals.accumulate
             self.walker.record_passes = record_passes
-            before = read_clocks(groups.over("pp", "tp"), self.torch_device) if record_passes else None
+            clocks = partial(read_clocks, groups.everyone, self.grid.group("pp", "tp"), self.torch_device)
+            before = clocks() if record_passes else None
             with set_aside(hooked) as of_hooked, drawing:
                 record = self.walker.walk(program, batch)
             if before is not None:
-                record.clock = Conversion(before, read_clocks(groups.over("pp", "tp"), self.torch_device))
+                record.clock = Conversion(before, clocks())
             result = self.results.of(batch, record, started, totals.loss_factor, training=training)
         call_hooks(hooked, of_hooked)  # no other process waits for this one any more
         return result

@@ -100,17 +100,14 @@ class ModelState:
     def _whole(
         self, tensors: Mapping[str, Tensor | None], dtypes: Mapping[str, torch.dtype] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Stream whole tensors: those that replicas share from all of them, everything else from the first one."""
-        is_copy = self.grid.coordinate("dp") or self.grid.coordinate("cp")
-        if is_copy and not {*COPIES} & {*self.spread_over}:
-            return iter(())
+        """Stream whole tensors, each part from the first process that holds it."""
         placements = {name: shard.placement for name, shard in self.shards.items()}
         held = {
             name: Held(tensor, placements[name])
             for name, tensor in tensors.items()
             if tensor is not None and placements[name].is_first_copy()
         }
-        return stream_whole(held, self.groups.over(*self.spread_over), self.torch_device, dtypes)
+        return stream_whole(held, self.groups.everyone, self.torch_device, dtypes)
 
     # --- checkpoints -----------------------------------------------------------------------------------------
 

@@ -149,7 +149,7 @@ class Pipeline:
         compile_layers: run every layer through torch.compile.
         costs: measured pass times for arranging the schedule.
         arrange, sequence_length: what arranges it without `costs`, as in `Recipe`, for sequences of so many tokens.
-        communicators: "per-pair" (the default), "per-kind" or "one".
+        communicators: "per-kind", "per-pair" or "one", as in `Recipe`; default: what the schedule suggests.
         nccl: `NcclOptions`: priority and channels of communication on GPUs.
         offload: `OffloadOptions`: activations on the host; default: those that the order moves.
         context_exchange, tensor_overlap, slices, documents: as in `Parallelism` and `BatchShape`.
@@ -215,6 +215,7 @@ class Pipeline:
                 grid,
                 self.layout.communicators,
                 tied=self._tied_twice,
+                vocabulary=self.layout.sharded,
                 sharded=sharded,
                 timeout_seconds=timeout_seconds,
                 torch_device=self.torch_device,
@@ -512,7 +513,8 @@ class Pipeline:
         return gather_trace(
             result.record,
             layout.program,
-            self._groups.over("pp", "tp"),
+            self._groups.everyone,
+            self._grid.group("pp", "tp"),
             self.torch_device,
             costs=layout.costs,
             about={"vocabulary": layout.mode, **ranks, **about},
@@ -533,7 +535,7 @@ class Pipeline:
         layout = self.layout_by(costs)
         text = "\n".join(" ".join(map(str, row)) for row in layout.program.rows)
         own = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-        orders = self._groups.begin("arrange", self._groups.everyone, [own], "the call of arrange", "")
+        orders = self._groups.begin("arrange", [own], "the call of arrange", "")
         if any(order != [own] for order in orders):
             raise InputError("arrange: processes were given other pass times, expected the same on all of them")
         self.layout = layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,19 @@ def gather_trace(
     record: StepRecord,
     program: Program,
     communicator: Communicator | None,
+    members: Sequence[int],
     torch_device: torch.device,
     *,
     costs: Costs | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Trace | None:
     """Return the records of all devices, and of all their tensor ranks, for a step of `program` on the first process,
-    None on the others. Collective.
+    None on the others. Collective over the communicator.
 
-    Every process sends its times, as text, to the first one over the communicator of the whole pipeline.
+    Every process sends its times, as text, to the first one of these members.
 
+    communicator: of these members and maybe others; None for a single process.
+    members: global ranks, device by device.
     costs, about: as in `Trace`; those of the first process count.
     """
     own = _times(record)
@@ -47,8 +50,8 @@ def gather_trace(
         text = json.dumps(own).encode("ascii")
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch_device)
         sizes = gather_numbers(communicator, [len(text)], "sizes of traces", "a trace", torch_device)
-        counts = [size for (size,) in sizes]
-        root = communicator.members[0]
+        counts = [size if other in members else 0 for other, (size,) in zip(communicator.members, sizes, strict=True)]
+        root = members[0]
         rows = data
         if communicator.rank == root:
             rows = torch.empty(sum(counts), dtype=torch.uint8, device=torch_device)
@@ -56,8 +59,8 @@ def gather_trace(
         communicator.gather_rows(rows, counts, root, "traces").wait("a trace")
         if communicator.rank != root:
             return None
-        parts = rows.cpu().split(counts)
-        gathered = [json.loads(part.numpy().tobytes()) for part in parts]
+        parts = dict(zip(communicator.members, rows.cpu().split(counts), strict=True))
+        gathered = [json.loads(parts[member].numpy().tobytes()) for member in members]
     begin = min(times["start"] for times in gathered)
     ranks = len(gathered) // program.placement.devices
     first, *others = (

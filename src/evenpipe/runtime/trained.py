@@ -3,13 +3,9 @@
 A caller may freeze and unfreeze parameters between steps, and register hooks of their gradients. Processes that hold
 the same parameter, or parts of one, must agree: replicas do; so do the context ranks and the tensor ranks of a device;
 and the devices of a pipeline hold rows of the vocabulary matrices, or the tied one twice. If they did not, copies would
-diverge. A process cannot know about a change in another one, so every step compares. The numbers are sent with its
-inputs (`batch.py`):
-
-    over replicas    a fingerprint of all flags of a process; if they differ, the flags, to find the parameter
-    over devices,    the parameter that replicas disagree about, if any, fingerprints of all flags and of those that
-    context and      tensor ranks have in common, and the flags of the vocabulary matrices; if any differ, the flags by
-    tensor ranks     parameter of the model, to find it
+diverge. A process cannot know about a change in another one, so every step compares: fingerprints of all flags of a
+process and of those that tensor ranks have in common, and the flags of the vocabulary matrices, which travel with the
+first numbers of the step (`batch.py`). If any differ, all processes gather their flags, to name the parameter.
 """
 
 from __future__ import annotations
@@ -17,11 +13,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-import torch
 from torch import nn
 
-from evenpipe.communication.calls import gather_numbers
-from evenpipe.communication.communicator import Communicator
 from evenpipe.errors import InputError
 from evenpipe.words import join
 
@@ -59,9 +52,6 @@ class Trained:
         self._common = [number for number, name in enumerate(parameters) if name not in alone]
         self._follow = follow
         self._followed: list[int] | None = None
-        self._disputed = 0
-        """Number of the parameter that replicas disagree about, from 1, negative if only about its hooks; 0 if they
-        agree."""
         self.flags: list[int] = []
         """Flags of the parameters here, in order."""
         self.hooked: dict[str, nn.Parameter] = {}
@@ -78,7 +68,6 @@ class Trained:
             and (_hooked(parameter) if parameter._backward_hooks or parameter._post_accumulate_grad_hooks else TRAINED)
             for parameter in self._parameters.values()
         ]
-        self._disputed = 0
         if flags != self.flags:
             self.flags = flags
             self.fingerprint = _fingerprint(flags)
@@ -88,32 +77,20 @@ class Trained:
             hooked = [name for name, flag in zip(self._parameters, flags, strict=True) if flag > TRAINED]
             self.hooked = {name: self._parameters[name] for name in sorted(hooked, key=places.__getitem__)}
 
-    def dispute(self, flags: Sequence[Sequence[int]]) -> None:
-        """Find the disputed parameter from the flags of all replicas of this device, which have different
-        fingerprints."""
-        by_name = zip(self._parameters, zip(*flags, strict=True), strict=True)
-        name, held = next((name, held) for name, held in by_name if len({*held}) > 1)
-        number = self._names.index(name) + 1
-        self._disputed = number if FROZEN in held else -number
+    def for_all(self) -> list[int]:
+        """Return the numbers that processes compare: the fingerprints; then for each vocabulary matrix 0 if it is not
+        held here, else 1 more than its flag."""
+        return [self.fingerprint, self._common_fingerprint, *self._of_vocabulary]
 
-    def for_pipeline(self) -> list[int]:
-        """Return the numbers that the processes of a pipeline compare: the disputed parameter; the fingerprints; then
-        for each vocabulary matrix 0 if it is not held here, else 1 more than its flag."""
-        return [self._disputed, self.fingerprint, self._common_fingerprint, *self._of_vocabulary]
-
-    def agree(self, processes: Sequence[Sequence[int]]) -> bool:
-        """Return whether all processes of the pipeline agree, by their numbers: those of a device one after the other,
-        context rank by context rank.
-
-        Raises:
-            InputError: replicas disagree about a parameter. On every process of all pipelines, since each has a replica
-                of the disagreeing ones.
-        """
-        disputed, fingerprints, common, *matrices = zip(*processes, strict=True)
-        for number in disputed:
-            if number:
-                raise self._error(self._names[abs(number) - 1], "some replicas", "others", hooks=number < 0)
-        for axis, _, mates in self._mates(len(processes)):
+    def agree(self, processes: Sequence[Sequence[int]], replicas: int) -> bool:
+        """Return whether all processes agree, by their numbers: replica by replica, those of a device one after the
+        other, context rank by context rank."""
+        each = len(processes) // replicas
+        one = processes[:each]
+        if any(processes[start : start + each] != one for start in range(each, len(processes), each)):
+            return False
+        fingerprints, common, *matrices = zip(*one, strict=True)
+        for axis, _, mates in self._mates(each):
             if len({*(common if axis == TENSOR else fingerprints)[mates]}) > 1:
                 return False
         return all(len({*held} - {0}) <= 1 for held in matrices)
@@ -138,15 +115,20 @@ class Trained:
         flags = dict(zip(self._parameters, self.flags, strict=True))
         return [1 + flags[name] if name in flags else 0 for name in names]
 
-    def disagreement(self, processes: Sequence[Sequence[int]]) -> InputError:
-        """Return the error for the first parameter that processes of the pipeline disagree about, from what `by_name`
-        returned on each of them. It is the same on every process of all pipelines, as replicas agree."""
-        by_name = zip(self._names, zip(*processes, strict=True), strict=True)
+    def disagreement(self, processes: Sequence[Sequence[int]], replicas: int) -> InputError:
+        """Return the error for the first parameter that replicas disagree about, or else processes of one replica, from
+        what `by_name` returned on each of them, in the order of `agree`. It is the same on every process."""
+        each = len(processes) // replicas
+        for position in range(each):
+            for name, flags in zip(self._names, zip(*processes[position::each], strict=True), strict=True):
+                if len({*flags}) > 1:
+                    return self._error(name, "some replicas", "others", hooks=1 + FROZEN not in flags)
+        by_name = zip(self._names, zip(*processes[:each], strict=True), strict=True)
         name, flags = next((name, flags) for name, flags in by_name if len({*flags} - {0}) > 1)
         hooks = 1 + FROZEN not in flags
         if not hooks:
             flags = tuple(min(flag, 1 + TRAINED) for flag in flags)
-        for axis, device, mates in self._mates(len(flags)):
+        for axis, device, mates in self._mates(each):
             held = {rank: flag for rank, flag in enumerate(flags[mates]) if flag}
             if len({*held.values()}) > 1:
                 some = [str(rank) for rank, flag in held.items() if flag == max(held.values())]
@@ -189,13 +171,3 @@ def _fingerprint(flags: Sequence[int]) -> int:
     """Return an int64."""
     text = ",".join(map(str, map(int, flags)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def check_trained(
-    trained: Trained, processes: list[list[int]], communicator: Communicator | None, torch_device: torch.device
-) -> None:
-    """Raise InputError on every process if some disagree on parameters or hooks; `processes` are the numbers of all
-    processes of the pipeline. Nothing more is sent unless processes of the pipeline disagree."""
-    if not trained.agree(processes):
-        what = "which parameters are trained"
-        raise trained.disagreement(gather_numbers(communicator, trained.by_name(), what, "the step", torch_device))

@@ -17,7 +17,7 @@ from .placement import Placement
 from .planning import Schedule, evaluation_program, plan_order, plan_program
 from .program import Program
 from .registry import generate
-from .rules import PER_PAIR, SHARING, Route, Rules
+from .rules import PER_KIND, PER_PAIR, SHARING, Route, Rules
 from .timeline import Cause, Event, Slack, Timeline
 from .timing import time_order
 from .transforms.communication import add_communication
@@ -33,6 +33,7 @@ from .vocabulary_mode import MODES, VocabularyMode
 __all__ = [
     "EQUAL_COSTS",
     "MODES",
+    "PER_KIND",
     "PER_PAIR",
     "SCHEDULES",
     "SHARING",

@@ -34,11 +34,14 @@ PER_PAIR, PER_KIND, ONE = SHARING = ("per-pair", "per-kind", "one")
 
     per-pair    one for each ordered pair of devices and direction (F:0>1), one for each collective; both of the rows
                 share one
-    per-kind    one for all hops forward (F), one for all hops back (B), one for each collective
+    per-kind    one for all hops forward (F), one for all hops back (B), one for small collectives (SMALL: statistics),
+                one for large ones (LARGE: X, DX and rows)
     one         one for everything (ALL)
 
 Each communicator costs memory (with NCCL 0.5 to 0.7 GB on a GPU), and its transfers wait for each other.
 """
+SMALL, LARGE = "SMALL", "LARGE"
+"""Names of the communicators of collectives that are shared per kind."""
 
 NEEDS: Mapping[Kind, tuple[tuple[Kind, int], ...]] = {
     Kind.F: ((Kind.F, -1),),
@@ -194,6 +197,8 @@ class Route:
         if self.is_hop:
             direction = self.kind.value[-1]
             return direction if sharing == PER_KIND else "{}:{}>{}".format(direction, *self.members)
+        if sharing == PER_KIND:
+            return SMALL if self.kind is TransferKind.STATISTICS else LARGE
         return TransferKind.ROWS.value if self.kind is TransferKind.ROW_GRADIENTS else self.kind.value
 
     def end(self, device: int) -> End:

@@ -333,7 +333,7 @@ def _hop(worker: Worker) -> tuple[float, float] | None:
     if worker.world_size < 2:
         return None
     communicators = Communicators(
-        [("F:0>1", (0, 1)), ("B:1>0", (1, 0))],
+        [("F:0>1", [(0, 1)]), ("B:1>0", [(1, 0)])],
         timeout_seconds=worker.timeout_seconds,
         torch_device=worker.torch_device,
         watch=worker.watch,

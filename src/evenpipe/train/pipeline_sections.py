@@ -17,7 +17,7 @@ from evenpipe.recipe.given_schedule import read_schedule
 from evenpipe.recipe.offload import OffloadOptions
 from evenpipe.recipe.parallelism import ContextExchange, Parallelism, TensorOverlap
 from evenpipe.recipe.recipe import ARRANGE, Communicators, Recipe, RecipeOptions
-from evenpipe.schedule import MODES, PER_PAIR, SCHEDULES
+from evenpipe.schedule import MODES, SCHEDULES
 from evenpipe.schedule.files import read_costs
 from evenpipe.schedule.registry import options_of
 from evenpipe.words import count
@@ -88,12 +88,13 @@ class PipelineConfig(Declared):
     forward; "selective" also keeps the results of matrix products and of attention. One choice, or a list with one per
     layer."""
     compile_layers: bool = False
-    communicators: Communicators = PER_PAIR
+    communicators: Communicators | None = None
     nccl_high_priority: bool = True
     """On GPUs, run communication before queued compute. No effect on gloo."""
     nccl_channels: Annotated[int, Ge(1), Le(MOST_CHANNELS)] | None = None
     """On GPUs, maximum number of channels of a communicator, 1 to 64. Each channel occupies a multiprocessor during
-    communication. Default: NCCL chooses by the links between the GPUs. No effect on gloo."""
+    communication. Default: 1 to 8 for transfers of the pipeline; for others NCCL chooses by the links between the GPUs.
+    No effect on gloo."""
     timeout_seconds: Annotated[float, Gt(0), Le(LONGEST_TIMEOUT)] = 600.0
     """Maximum seconds without progress. The run then ends with an error that names the pass and the peer."""
 

@@ -8,7 +8,8 @@ receive comes before the pass that runs while its data becomes ready.
 
 If kinds of transfers share a communicator, a late one delays those after it. The reduce of dX waits longest, for the
 slowest of all devices: so its instant is a quarter of an interval (the work of the busiest device per microbatch)
-before the backward that uses it, if that is later.
+before the backward that uses it, if that is later, but at most an interval after the last part of dX: every device
+holds its part until then.
 
 D waits for a copy, and should do so as late as possible: transfers between the pass before it and the next one come
 before D.
@@ -91,16 +92,18 @@ class Lowering:
 
 
 def _delay_reduces(walked: Walked, instants: list[float]) -> None:
-    """Move the instants of DX to a quarter of an interval before the backward of the last stage, not earlier."""
+    """Move the instants of DX to a quarter of an interval before the backward of the last stage, later by at most one
+    interval."""
     numbered = walked.numbered
     placement = numbered.schedule.placement
     backward = numbered.groups.get(PassGroup(placement.last_device, Kind.B, placement.last_stage))
-    quarter = interval_of(walked) / 4
+    interval = interval_of(walked)
     for route in numbered.rules.routes:
         if route.kind is TransferKind.DX and backward is not None:
             for n, there in enumerate(numbered.transfers_of(route), backward):
                 if numbered.position[n] != ABSENT:
-                    instants[there] = max(instants[there], walked.start[n] - quarter)
+                    before_use = min(walked.start[n] - interval / 4, instants[there] + interval)
+                    instants[there] = max(instants[there], before_use)
 
 
 def _with_late_returns(row: Iterable[Item]) -> Iterator[Item]:
