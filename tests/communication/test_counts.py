@@ -43,6 +43,13 @@ class Options:
         self.config = SimpleNamespace(max_ctas=0)
 
 
+class Splits(list[str]):
+    """The names of groups, a call each."""
+
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+
+
 @contextmanager
 def fake_processes(size: int, rank: int) -> Iterator[None]:
     """A default group of so many, none of which runs."""
@@ -54,15 +61,15 @@ def fake_processes(size: int, rank: int) -> Iterator[None]:
 
 
 @pytest.fixture
-def splits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of groups, a call each. The default group is that of processes with a GPU of their own."""
-    called: list[str] = []
+def splits(monkeypatch: pytest.MonkeyPatch) -> Splits:
+    """The default group is that of processes with a GPU of their own."""
+    called = Splits()
 
     def split_group(split_ranks: list[list[int]], group_desc: str, **_: Any) -> SimpleNamespace | None:
         called.append(group_desc)
         ranks = [rank for line in split_ranks for rank in line]
         assert len({*ranks}) == len(ranks) and {*ranks} <= {*range(dist.get_world_size())}, "lines of one split overlap"
-        return SimpleNamespace() if dist.get_rank() in ranks else None
+        return SimpleNamespace(abort=lambda: called.aborted.append(group_desc)) if dist.get_rank() in ranks else None
 
     monkeypatch.setattr(dist, "split_group", split_group)
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: pytest.fail("a group made line by line"))
@@ -80,7 +87,7 @@ def splits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("mode", ["first-last", "vocab-2"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_process_makes_as_many_on_any_number_of_processes(
-    sizes: dict[str, tuple[int, ...]], mode: str, sharded: bool, splits: list[str], caplog: pytest.LogCaptureFixture
+    sizes: dict[str, tuple[int, ...]], mode: str, sharded: bool, splits: Splits, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At most four on the line of the pipeline, one for each other axis and one for all processes; and one more for
     rows that are cut along tensor ranks and other axes at once."""
@@ -120,6 +127,22 @@ def test_a_process_makes_as_many_on_any_number_of_processes(
     assert not caplog.messages, "few channels"
     assert counts[0] == counts[1] == counts[2]
     assert all(calls == made for calls, made in counts)
+
+
+def test_a_failed_run_aborts_them_where_nobody_ends_the_process(
+    splits: Splits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_processes(64, 5):
+        watch = Watch(None, 5, 64)
+        options = {"timeout_seconds": 600.0, "torch_device": "cuda:0", "watch": watch}
+        made = Communicators([("F", [range(8)]), ("dp", [range(8, 16)]), ("everyone", [range(64)])], **options)
+        (interrupt,) = watch._interrupts
+        interrupt()
+        assert splits.aborted == ["F", "everyone"]
+        monkeypatch.setattr(dist, "destroy_process_group", lambda *_: None)
+        made.close()
+        assert not watch._interrupts
+        monkeypatch.undo()
 
 
 WAITING = [

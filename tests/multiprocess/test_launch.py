@@ -79,6 +79,7 @@ def report(number, table):
         "arguments": (number, table),
         "threads": torch.get_num_threads(),
         "environment": os.environ.get("OF_THE_CALLER"),
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
         "prepared": "colorsys" in sys.modules,
         "interrupt": signal.getsignal(signal.SIGINT) is signal.SIG_DFL,
         "timeout": worker.timeout_seconds,
@@ -87,7 +88,8 @@ def report(number, table):
 
 def test_results_come_back_in_rank_order_and_nothing_is_left_behind(monkeypatch, tmp_path):
     monkeypatch.setenv("OF_THE_CALLER", "seen")
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -99,6 +101,7 @@ def test_results_come_back_in_rank_order_and_nothing_is_left_behind(monkeypatch,
         assert torch.equal(result["arguments"][1]["a"], torch.arange(3))
         assert (result["threads"], result["environment"], result["interrupt"]) == (1, "seen", True)
         assert (result["timeout"], result["prepared"]) == (99, True)
+        assert result["allocator"] == "expandable_segments:True"
     assert len({result["pid"] for result in results} | {os.getpid()}) == 4
     assert not any(alive(result["pid"]) for result in results)
     assert dict(os.environ) == before

@@ -147,6 +147,8 @@ def fail_in_a_program(how: str) -> None:
     torch.set_num_threads(1)
     worker.start_worker.__kwdefaults__["silence_seconds"] = SILENCE_SECONDS
     pipeline = Pipeline(CONFIG, microbatches=2, self_check=False)
+    interrupted = threading.Event()
+    pipeline._watch.interrupt_with(interrupted.set)
     ids = torch.arange(16).reshape(2, 8)
     pipeline.step(ids)
     if dist.get_rank() == 1:
@@ -159,6 +161,7 @@ def fail_in_a_program(how: str) -> None:
         pipeline.step(ids)
     except RunError as error:
         print("alive:", error, flush=True)
+        assert interrupted.wait(30), "NCCL would still wait"
     # If the peer dies just as the interpreter ends, a thread of gloo that gives its tensors back asks for the
     # interpreter's lock in vain, and torch aborts. So this process ends well after the peer.
     time.sleep(2 * SILENCE_SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import replace
 
 from evenpipe.cli.main import OVERRIDE
@@ -36,6 +37,9 @@ def run(config: str, overrides: list[str] | None = None, *, trace: str | None = 
                             in output.folder)
     --force                 train even if another run writes to the folders; the next checkpoint of that run then fails
     """
+    from evenpipe.processes.environment import allocator_variables
+
+    os.environ.update(allocator_variables())  # before torch is imported
     from evenpipe.train.config_file import load_config
 
     settings = load_config(config, overrides or [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -104,6 +104,10 @@ class Communicators:
                     arrivals=arrivals,
                 )
 
+        self._forget: Callable[[], None] | None = None
+        if watch is not None and by_nccl:  # which waits until its watchdog ends the process
+            self._forget = watch.interrupt_with(self.abort)
+
     def __getitem__(self, name: str) -> Communicator:
         return self._by_name[name]
 
@@ -136,8 +140,18 @@ class Communicators:
             if self.torch_device.type == "cuda":
                 torch.cuda.synchronize(self.torch_device)  # one communicator after the other
 
+    def abort(self) -> None:
+        """End all operations, of this process alone: others may have died. What they leave in tensors is undefined."""
+        for communicator in self:
+            if communicator.group is not None:
+                with suppress(RuntimeError):  # the others are to be ended, too
+                    communicator.group.abort()
+
     def close(self) -> None:
         """Destroy the groups. Every member calls it, when no operation is pending."""
+        if self._forget is not None:
+            self._forget()
+            self._forget = None
         for communicator in self:
             if communicator.group is not None:
                 dist.destroy_process_group(communicator.group)

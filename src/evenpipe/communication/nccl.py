@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 
 from evenpipe.declaration import declare
-from evenpipe.processes.environment import default_variable
+from evenpipe.processes.environment import default_variables
 from evenpipe.words import refused
 
 MOST_CHANNELS = 64
@@ -109,4 +109,4 @@ def quietly() -> AbstractContextManager[None]:
     communicator, and recommends separate groups. Hops have separate groups by default; if a user wants fewer, the
     checker of schedules knows that they wait for each other.
     """
-    return default_variable("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+    return default_variables(TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING="false")

@@ -68,14 +68,24 @@ def _incomplete() -> InputError:
     )
 
 
+def allocator_variables() -> dict[str, str]:
+    """Return what lets torch's allocator on GPUs grow segments in place; nothing if the user configures it.
+
+    Messages of expert ranks and embedding rows have another size in each microbatch, and leave unused gaps otherwise.
+    torch must not have been imported yet.
+    """
+    if os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        return {}
+    return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
 @contextmanager
-def default_variable(name: str, value: str) -> Iterator[None]:
-    """Within, a variable of the environment has this value, unless it has another."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
+def default_variables(**variables: str) -> Iterator[None]:
+    """Within, these variables of the environment have these values, unless they have others."""
+    missing = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(missing)
     try:
         yield
     finally:
-        del os.environ[name]
+        for name in missing:
+            del os.environ[name]

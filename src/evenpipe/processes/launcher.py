@@ -43,7 +43,7 @@ import torch
 from evenpipe.errors import InputError, RunError
 from evenpipe.processes import names
 from evenpipe.processes.bell import STOPS, signals_handled
-from evenpipe.processes.environment import default_variable
+from evenpipe.processes.environment import allocator_variables, default_variables
 from evenpipe.processes.names import process
 from evenpipe.processes.owner import EXIT_CODE, Owner
 from evenpipe.processes.proof import ABORTED, AWAITED
@@ -172,7 +172,7 @@ def prepare_launch(*modules: str, torch_device: str | None = None) -> None:
         return
     multiprocessing.set_forkserver_preload([*PRELOAD, *modules])
     # The server inherits it: only the launcher should react to Ctrl-C or Slurm's SIGTERM.
-    with default_variable("OMP_NUM_THREADS", "1"), signals_handled(signal.SIG_IGN, STOPS):
+    with default_variables(OMP_NUM_THREADS="1"), signals_handled(signal.SIG_IGN, STOPS):
         _give_the_server_a_folder()
         multiprocessing.forkserver.ensure_running()
 
@@ -205,8 +205,8 @@ def _end_if_unguarded() -> None:
 def _run(children: Sequence[BaseProcess], beats: Beats, silence_seconds: float) -> Ending | None:
     """Start the processes and return when they have ended, as `supervise`. Raises the errors of `launch`."""
     try:
-        # torch reads the number of threads when it is imported, which in a fresh process is before our code.
-        with default_variable("OMP_NUM_THREADS", "1"), _main_as_it_is():
+        # torch reads these when it is imported, which in a fresh process is before our code.
+        with default_variables(OMP_NUM_THREADS="1", **allocator_variables()), _main_as_it_is():
             for child in children:
                 child.start()
         return supervise(children, beats, silence_seconds=silence_seconds)
@@ -249,6 +249,7 @@ def _environment(rank: int, processes: int, store: Path) -> dict[str, str]:
     loopback = "lo" if sys.platform == "linux" else "lo0"
     return {
         "OMP_NUM_THREADS": "1",
+        **allocator_variables(),
         **os.environ,
         **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(processes)),

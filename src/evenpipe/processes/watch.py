@@ -115,6 +115,7 @@ class Watch:
         self._stop = threading.Event()
         self._bell: Bell | None = None
         self._thread: threading.Thread | None = None
+        self._interrupts: list[Callable[[], None]] = []
 
     def start(self) -> None:
         """Start to beat. All processes start at about the same time."""
@@ -215,6 +216,15 @@ class Watch:
     def waiting(self) -> Waiting | None:
         """Return what the main thread waits for, or else the GPU: its first pending transfer."""
         return self._awaited.first
+
+    def interrupt_with(self, interrupt: Callable[[], None]) -> Callable[[], None]:
+        """Call `interrupt` when the run has failed and nobody ends this process, so that waits of its main thread end,
+        which then raise the cause. Return what takes this back.
+
+        interrupt: called on the thread of the watch, at most once.
+        """
+        self._interrupts.append(interrupt)
+        return lambda: self._interrupts.remove(interrupt)
 
     @contextlib.contextmanager
     def during(self, what: str, communicator: str, peers: tuple[int, ...]) -> Iterator[None]:
@@ -383,6 +393,9 @@ class Watch:
         if self._owner is not None:
             self._owner.kill_siblings()
             self._end(self._owner)
+            return
+        for interrupt in tuple(self._interrupts):
+            interrupt()
 
     def _after(self, rank: int) -> int:
         return (rank + 1) % self.world_size

@@ -215,8 +215,8 @@ def _advice(processes: int, settings: Mapping[str, str], versions: Mapping[str, 
     if processes > (gpus := torch.cuda.device_count()):
         yield f"{processes} processes share {count(gpus, 'GPU')}: transfers go through the host, which is slow"
     allocation = settings.get("PYTORCH_CUDA_ALLOC_CONF", "") + settings.get("PYTORCH_ALLOC_CONF", "")
-    if "expandable_segments:True" not in allocation:
-        yield "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: sizes that change leave unused gaps otherwise"
+    if allocation and "expandable_segments:True" not in allocation:
+        yield "add expandable_segments:True to PYTORCH_CUDA_ALLOC_CONF: sizes that change leave unused gaps otherwise"
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "CUDA_LAUNCH_BLOCKING"):
         if settings.get(name, "0") not in ("", "0"):
             yield f"unset {name}, unless it is there for a reason: it makes transfers or kernels slower"
