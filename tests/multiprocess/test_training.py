@@ -3,6 +3,7 @@ asked to stop."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -334,7 +335,7 @@ def test_epochs_are_so_many_steps_all_validation_counts_and_a_part_resumes(tmp_p
 
 @pytest.mark.slow
 def test_a_killed_process_is_named_and_the_checkpoint_before_it_is_whole(tmp_path: Path) -> None:
-    """One worker dies in the middle: exit code 3 and one sentence."""
+    """One worker dies in the middle: exit code 3 and one sentence, and the others leave records of what they did."""
     process = evenpipe("train", write_config(tmp_path, {"training.steps": 400}))
     while not list((tmp_path / "run" / "checkpoints").glob("step-00000004/manifest.json")):
         assert process.poll() is None, process.communicate()[0]
@@ -343,6 +344,10 @@ def test_a_killed_process_is_named_and_the_checkpoint_before_it_is_whole(tmp_pat
     output = finish(process, exit_code=3)
     assert "has died" in output or "killed" in output or "SIGKILL" in output, output
     export_checkpoint(tmp_path / "run", tmp_path / "exported")
+    records = sorted((tmp_path / "run" / "flight_recorder").iterdir())
+    assert records and all(record.name.startswith("gloo-") for record in records)
+    names = {entry["profiling_name"] for entry in json.loads(records[0].read_text())["entries"]}
+    assert "gloo:all_gather" in names
 
 
 def test_options_without_an_effect_are_named_and_impossible_ones_refused_before_a_step(tmp_path: Path) -> None:

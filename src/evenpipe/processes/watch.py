@@ -115,6 +115,7 @@ class Watch:
         self._stop = threading.Event()
         self._bell: Bell | None = None
         self._thread: threading.Thread | None = None
+        self._on_failure: list[Callable[[], None]] = []
         self._interrupts: list[Callable[[], None]] = []
 
     def start(self) -> None:
@@ -216,6 +217,11 @@ class Watch:
     def waiting(self) -> Waiting | None:
         """Return what the main thread waits for, or else the GPU: its first pending transfer."""
         return self._awaited.first
+
+    def on_failure(self, record: Callable[[], None]) -> None:
+        """Call `record` when the run has failed, before this process ends, on the thread of the watch. What it raises
+        is ignored."""
+        self._on_failure.append(record)
 
     def interrupt_with(self, interrupt: Callable[[], None]) -> Callable[[], None]:
         """Call `interrupt` when the run has failed and nobody ends this process, so that waits of its main thread end,
@@ -390,6 +396,9 @@ class Watch:
                 lost_seconds = lost_seconds + elapsed if self.waiting is not None else 0.0
                 if self._is_orphan() or farewell != float("inf") or lost_seconds > self.silence_seconds:
                     self._learn(self._lost(error))
+        for record in self._on_failure:
+            with contextlib.suppress(Exception):
+                record()
         if self._owner is not None:
             self._owner.kill_siblings()
             self._end(self._owner)

@@ -82,6 +82,11 @@ class Config:
         return self.run_folder / "traces" if self.output.trace_folder is None else Path(self.output.trace_folder)
 
     @property
+    def flight_recorder_folder(self) -> Path:
+        """Where a run that fails writes torch's records of its last operations."""
+        return self.run_folder / "flight_recorder"
+
+    @property
     def export_folder(self) -> Path:
         """Folder of the exported model."""
         return self.run_folder / "model" if self.output.export_folder is None else Path(self.output.export_folder)

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ import torch
 from evenpipe.checkpoints import Checkpoint, abandon_later, mark_unhealthy, prepare_folder
 from evenpipe.checkpoints.agreement import Team
 from evenpipe.checkpoints.lock import Claim, join
+from evenpipe.communication.flight_recorder import write_flight_recorder
 from evenpipe.errors import InputError, RunError
 from evenpipe.processes.stopping import StopRequest
 from evenpipe.processes.worker import initialise_worker
@@ -91,6 +93,7 @@ def train(config: Config, claims: Sequence[Claim] = (), callbacks: Sequence[Call
         torch.use_deterministic_algorithms(True)
     worker = initialise_worker(timeout_seconds=config.pipeline.timeout_seconds)
     join(claims)
+    worker.watch.on_failure(partial(write_flight_recorder, config.flight_recorder_folder, worker.rank))
     run = _Run(config, worker.torch_device, make_callbacks([*find_callbacks(config.training.callbacks), *callbacks]))
     run.resume()
     gc.collect()
