@@ -141,11 +141,13 @@ class Communicators:
                 torch.cuda.synchronize(self.torch_device)  # one communicator after the other
 
     def abort(self) -> None:
-        """End all operations, of this process alone: others may have died. What they leave in tensors is undefined."""
-        for communicator in self:
-            if communicator.group is not None:
+        """End all operations, of this process alone: others may have died. What they leave in tensors is undefined.
+        From any thread, also while they are closed."""
+        for communicator in tuple(self):
+            group = getattr(communicator, "group", None)
+            if group is not None:
                 with suppress(RuntimeError):  # the others are to be ended, too
-                    communicator.group.abort()
+                    group.abort()
 
     def close(self) -> None:
         """Destroy the groups. Every member calls it, when no operation is pending."""
