@@ -163,7 +163,7 @@ def test_ctrl_c_is_not_lost_while_something_is_freed(small: Problem) -> None:
 
 def test_ctrl_c_is_ctrl_c_for_those_who_do_not_ask(small: Problem) -> None:
     """Such as the searches for what would fit, whose answers would be wrong."""
-    nothing = search(replace(small, memory_bytes=4 * 2**30, known={}))
+    nothing = search(replace(small, memory_bytes=7 * 2**30, known={}))
     assert nothing.best is None
     with pytest.raises(KeyboardInterrupt):
         nearest(nothing, workers=1, progress=ctrl_c_when(lambda found: True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import cache
 from itertools import combinations_with_replacement
@@ -85,12 +84,12 @@ def test_without_room_layers_go_where_little_is_in_flight() -> None:
 
 
 def test_layers_beside_shards_make_room_too() -> None:
-    """Neither even split fits."""
-    given = problem(12)
+    """Both even splits have to recompute more."""
+    given = problem(16, vocabulary=256000)
     moved, *others = candidates(given, "1f1b", "vocab-2")
     assert others == [(3, 3, 2, 2), (2, 2, 3, 3)]
-    assert all(math.isinf(evaluated(given, "1f1b", "vocab-2", split).seconds) for split in others)
-    assert evaluated(given, "1f1b", "vocab-2", moved).fits
+    moved_seconds, *seconds = (evaluated(given, "1f1b", "vocab-2", split).seconds for split in (moved, *others))
+    assert moved_seconds < 0.995 * min(seconds)
 
 
 # schedule, recomputation of all layers, GiB of a GPU, the split that a run takes because that by time does not fit
