@@ -98,7 +98,7 @@ RUNS = [
     ("1f1b", "none", 20, None),
     pytest.param("1f1b", "none", 14, (2, 4, 4, 0), marks=SLOW),
     ("1f1b", "none", 9, None),
-    ("1f1b", "selective", 10, (1, 4, 4, 1)),
+    ("1f1b", "selective", 11, (1, 4, 4, 1)),
     ("zb-h1", "none", 14, (2, 4, 4, 0)),
     ("v-half", "none", 9, None),
 ]
