@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from evenpipe.parallel import Grid
 from evenpipe.parallel.groups import Groups
 from evenpipe.processes.watch import Watch
 from evenpipe.recipe.parallelism import Parallelism
-from evenpipe.schedule import PER_KIND, plan_program
+from evenpipe.schedule import PER_KIND, SHARING, plan_program
 
 SIZES = [
     # 64, 512 and 4 096 processes
@@ -116,9 +117,8 @@ def test_a_process_makes_as_many_on_any_number_of_processes(
             own = [one.name for one in groups.communicators]
         parallelism = Parallelism(**grid_sizes, data_parallel="shard" if sharded else "replicate")
         counts.append((len(splits), len(own)))
-        assert len(own) == communicators_of(
-            grid.coordinate("pp"), parallelism, EVENPIPE, program.communicators, vocabulary=vocabulary
-        ), own
+        transfers = sum(grid.coordinate("pp") in members for members in program.communicators.values())
+        assert len(own) == communicators_of(parallelism, EVENPIPE, transfers, vocabulary=vocabulary), own
         on_line = [name for name in own if name in LINE]
         assert len(on_line) == (0 if devices == 1 else 4 if mode == "vocab-2" else 2)
         others = {"everyone", *(name for name in own if name in ("dp", "cp", "tp", "dp x cp", "experts"))}
@@ -143,6 +143,13 @@ def test_a_failed_run_aborts_them_where_nobody_ends_the_process(
         made.close()
         assert not watch._interrupts
         monkeypatch.undo()
+
+
+def test_communicators_of_programs_have_few_channels() -> None:
+    """Whatever they are called."""
+    for sharing, mode in itertools.product(SHARING, ("first-last", "vocab-2")):
+        _, program = plan_program("zbv", 4, 4, mode, sharing=sharing)
+        assert all(NcclOptions().channels_of(name) for name in program.communicators)
 
 
 WAITING = [

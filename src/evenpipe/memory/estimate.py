@@ -250,10 +250,9 @@ def device_estimate(
         found.peak,
         settings.overheads,
         communicators=communicators_of(
-            device,
             settings.parallelism,
             settings.framework,
-            plan.transfers,
+            sum(device in members for members in plan.transfers.values()),
             vocabulary=plan.program.vocabulary.sharded,
         ),
         context_parallel=settings.parallelism.cp > 1,

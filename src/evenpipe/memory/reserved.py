@@ -11,7 +11,6 @@ The first is exact. The others are ranges, from the least to the most that was m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -151,17 +150,10 @@ def verdict_of(process: ProcessMemory, memory: int) -> Verdict:
     return "does not fit" if process.process.least > memory else "at risk"
 
 
-def communicators_of(
-    device: int,
-    parallelism: Parallelism,
-    framework: Framework,
-    transfers: Mapping[str, Iterable[int]],
-    *,
-    vocabulary: bool,
-) -> int:
-    """Return the number of communicators that one GPU of a pipeline's device is a member of.
+def communicators_of(parallelism: Parallelism, framework: Framework, transfers: int, *, vocabulary: bool) -> int:
+    """Return the number of communicators that one GPU is a member of.
 
-    transfers: members (devices) of the program's communicators, by name.
+    transfers: communicators of the program that its device is a member of.
     vocabulary: whether all devices share the rows of the vocabulary layers.
     """
     sizes = {"dp": parallelism.dp, "tp": parallelism.tp, "cp": parallelism.cp, "pp": parallelism.pp}
@@ -175,7 +167,7 @@ def communicators_of(
         count += 1 + (parallelism.replicas > parallelism.ep)
     count += parallelism.shards < parallelism.replicas
     if framework.transfers:
-        count += sum(device in members for members in transfers.values())
+        count += transfers
     return count
 
 

@@ -142,8 +142,7 @@ def usable(problem: Problem, layout: Recipe) -> float:
         return problem.memory_bytes
     framework, parallelism = problem.framework, layout.parallelism
     transfers = (2 + 2 * layout.mode.sharded) * (layout.devices > 1)  # as many communicators, shared per kind
-    own = dict.fromkeys(map(str, range(transfers)), (0,))
-    key = communicators_of(0, parallelism, framework, own, vocabulary=layout.mode.sharded), parallelism.cp > 1
+    key = communicators_of(parallelism, framework, transfers, vocabulary=layout.mode.sharded), parallelism.cp > 1
     return problem.once((usable, *key), partial(_usable, problem, *key))
 
 
@@ -181,13 +180,13 @@ def _memory_floor(problem: Problem, configuration: Configuration, *, traced: boo
     only = configuration.checkpointing[0]
     again = [0.0] * devices
     tolerance = 0.1 * problem.memory_bytes if shape.by_costs else 0.0
+    free = usable(problem, recipe)
     for device, layers in enumerate(layers_of_devices(configuration)):
         stages = shape.placement.stages_of(device)
         # Each barrier keeps every stage's activation of one microbatch more; for looped stages, of one stage.
         more = barriers * (len(layers) if turns_back else len(layers) / len(stages))
-        room = usable(problem, recipe)
         state = state_floor(problem, recipe, parameters[device], on_host)
-        room += tolerance - state.always
+        room = free + (tolerance - state.always)
         gradients = (state.gradients - of_shards.gradients) / max(1, len(layers))
         gathered = (state.gathered - of_shards.gathered) / max(1, len(layers))
         before = len(layers) * (recipe.slices - 1)  # the most that ends before a certain slice's backward begins

@@ -153,12 +153,11 @@ class _Devices:
         passing = max(use.passing for use in uses)
         others, experts = _parameters(problem, recipe.parallelism.tp, recipe.parallelism.ep)
         state = sum(state_floor(problem, recipe, Parameters(math.fsum(others), math.fsum(experts)))) / layers
-        room = []
+        room, free = [], usable(problem, recipe)
         logits = [size * (1 if barriers else one.shape.at_the_end) for size in logits_bytes(problem, one, setting)]
         for device, held in enumerate(layers_of_devices(one)):
             all_of_it = parameters_per_device(problem, one)[device]
             ends = Parameters(max(0.0, all_of_it.others - sum(others[layer] for layer in held)), 0.0)
-            free = usable(problem, recipe)
             room.append(free - sum(state_floor(problem, recipe, ends)) - logits[device] - passing)
         policies: tuple[str, ...] = POLICIES
         if "activation_checkpointing" not in one.open:  # of layers with several, that which keeps most

@@ -72,7 +72,7 @@ def allocator_variables() -> dict[str, str]:
     """Return what lets torch's allocator on GPUs grow segments in place; nothing if the user configures it.
 
     Messages of expert ranks and embedding rows have another size in each microbatch, and leave unused gaps otherwise.
-    torch must not have been imported yet.
+    A process reads them when it imports torch.
     """
     if os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         return {}

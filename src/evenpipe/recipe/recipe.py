@@ -104,7 +104,7 @@ class Recipe:
     """Transfers that share a communicator. "per-kind": all forward hops, all backward hops, small collectives, large
     collectives. "per-pair": all hops from one device to another, and each kind of collective. "one": all. Fewer
     communicators take less memory (with NCCL about 0.5 GB each), but their transfers wait for each other. Default:
-    "per-kind"; "per-pair" for a program that says when its transfers are issued."""
+    "per-kind", and for a program that has its transfers what it was made with ("per-pair" from a file)."""
     nccl: NcclOptions = field(default_factory=NcclOptions)
     """Priority and channels of communication on GPUs. No effect on gloo."""
     costs: Annotated[Costs, Instance("Costs", (Costs,))] | None = None

@@ -149,7 +149,7 @@ class Pipeline:
         compile_layers: run every layer through torch.compile.
         costs: measured pass times for arranging the schedule.
         arrange, sequence_length: what arranges it without `costs`, as in `Recipe`, for sequences of so many tokens.
-        communicators: "per-kind", "per-pair" or "one", as in `Recipe`; default: what the schedule suggests.
+        communicators: "per-kind", "per-pair" or "one", as in `Recipe`; default: "per-kind".
         nccl: `NcclOptions`: priority and channels of communication on GPUs.
         offload: `OffloadOptions`: activations on the host; default: those that the order moves.
         context_exchange, tensor_overlap, slices, documents: as in `Parallelism` and `BatchShape`.
