@@ -7,7 +7,6 @@ import copy
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -170,10 +169,9 @@ def fail_in_a_program(how: str) -> None:
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.sampled(1)
 def test_a_failure_is_named_where_a_process_waits_and_ends_no_other(how: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # here, so that its port is free
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     processes = [
         subprocess.Popen(
             [sys.executable, __file__, how],

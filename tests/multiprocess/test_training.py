@@ -10,7 +10,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -400,10 +399,7 @@ def nothing_is_left_running() -> Iterator[None]:
 
 
 def torchrun(path: Path) -> subprocess.Popen[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     command += ["-m", "evenpipe.cli.main", "train", str(path)]
     return process_groups.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
