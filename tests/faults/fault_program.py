@@ -185,10 +185,11 @@ def _show_waits(file: Path) -> None:
     descriptor = os.open(file, os.O_WRONLY)
     wait = Handle.wait
 
-    def shown(self, needed_by: str = "") -> None:
+    def shown(self, needed_by: str = "") -> Any:
         os.pwrite(descriptor, b"1", 0)
-        wait(self, needed_by)
+        result = wait(self, needed_by)
         os.pwrite(descriptor, b"0", 0)
+        return result
 
     Handle.wait = shown
 
