@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
+import kernel_stand_ins
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+    sliding_window_overlay,
+)
 
 from evenpipe.attention import function
 from evenpipe.attention import sight as sight_of_pieces
 from evenpipe.attention.blocks import Block, causal_blocks
 from evenpipe.attention.places import places_of_ranks
 from evenpipe.attention.sight import Alone, Mask, Sight, documents_of
+from evenpipe.errors import InputError
 
 
 def pairs(found: list[Block], batch: int, queries: int, keys: int) -> Tensor:
@@ -69,7 +82,8 @@ def test_a_slice_looks_at_all_before_it_and_at_its_own_diagonal() -> None:
     assert [(look.keys, look.how) for look in block.looks] == [(slice(0, 40), "all"), (slice(40, 60), "diagonal")]
 
 
-def test_kernel_computes_what_a_mask_would(sample, monkeypatch) -> None:
+@pytest.mark.parametrize("kernel", ["_Kernel", "_Flash", "FlexAttention"])
+def test_kernels_compute_what_a_mask_would(kernel: str, sample, monkeypatch) -> None:
     """With shared heads of keys, values smaller than queries, and queries that see nothing."""
     for window, seed in sample(itertools.product((None, 7), range(20)), 10):
         dice = random.Random(seed)
@@ -86,26 +100,94 @@ def test_kernel_computes_what_a_mask_would(sample, monkeypatch) -> None:
         sees = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
         mask = Mask(sight, sees, 2, apart=sight.apart)
         seen = mask.tensor().expand(2, 1, -1, -1)
+        if kernel == "_Flash" and mask.rounds is None:
+            assert window is not None and sight.valid is not None
+            continue
         results = []
-        for attend in (ours, plain):
+        for attend in (partial(ours, kernel), plain):
             inputs = [tensor.clone().requires_grad_() for tensor in tensors]
-            result = attend(inputs, mask, seen)
-            result.square().sum().backward()
+            with contextlib.nullcontext() if kernel == "_Kernel" else kernel_stand_ins.on_cpu():
+                result = attend(inputs, mask, seen)
+                result.square().sum().backward()
             results.append([result, *(leaf.grad for leaf in inputs)])
         for actual, expected in zip(*results, strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def ours(inputs: list[Tensor], mask: Mask, seen: Tensor) -> Tensor:
-    class Inner:
-        scale = 0.3
-
-    call = function.Call(mask, Alone(), 0, Inner())
+def ours(kernel: str, inputs: list[Tensor], mask: Mask, seen: Tensor) -> Tensor:
+    inner = function._Inner(of_a_layer(), {"scaling": 0.3})
+    call = function.Call(mask, Alone(), 0, inner)
+    if kernel == "FlexAttention":
+        inner.choose_mask(on_gpu=True, dtype=torch.float32)
+        return function._Again.apply(*inputs, call).transpose(1, 2)
     torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
     try:
-        return function._Kernel.apply(*inputs, call)
+        return getattr(function, kernel).apply(*inputs, call)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def of_a_layer(name: str = "sdpa") -> Any:
+    return SimpleNamespace(config=SimpleNamespace(**{function._INNER: name}), training=True)
+
+
+def test_flash_attention_takes_documents_in_one_call_and_chunks_apart() -> None:
+    """A document, or a slice, shares no keys with another; chunks of one document do."""
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 6, 7]])
+    every = torch.arange(8)
+    packed = Sight(every, every, Alone(), 8, positions, documents_of(positions))
+    (call,) = Mask(packed, causal_mask_function, 2, apart=True).rounds.rounds
+    assert call.queries is None and call.keys is None and call.causal
+    assert call.query_ends.tolist() == call.key_ends.tolist() == [0, 3, 7, 8, 16]
+    assert (call.most_queries, call.most_keys) == (8, 8)
+    slice_ = Sight(every[5:], every, Alone(), 8)
+    (call,) = Mask(slice_, causal_mask_function, 2, apart=False).rounds.rounds
+    assert call.queries is None and call.keys is None
+    assert (call.query_ends.tolist(), call.key_ends.tolist()) == ([0, 3, 6], [0, 8, 16])
+    ranks = places_of_ranks(0, 8, 2, None)
+    chunks = Sight(ranks[0], torch.cat(ranks), Alone(), 8)
+    calls = Mask(chunks, causal_mask_function, 1, apart=False).rounds.rounds
+    assert [call.key_ends.tolist() for call in calls] == [[0, 8], [0, 2]]
+    assert calls[0].keys.tokens.tolist() == [0, 1, 4, 5, 6, 7, 2, 3]
+    together = Sight(torch.cat(ranks), torch.cat(ranks), Alone(), 8)  # heads are exchanged for tokens
+    (call,) = Mask(together, causal_mask_function, 1, apart=False).rounds.rounds
+    assert call.query_ends.tolist() == call.key_ends.tolist() == [0, 8]
+
+
+def test_blocks_of_flex_attention_are_those_of_the_mask(monkeypatch) -> None:
+    monkeypatch.setattr(sight_of_pieces, "BLOCK", 4)
+    monkeypatch.setattr(sight_of_pieces, "ROWS", 8)
+    for seed in range(40):
+        sight = drawn(random.Random(seed))
+        mask = Mask(sight, sliding_window_causal_mask_function(5), 2, apart=sight.apart)
+        seen, found = mask.tensor(), mask.block_mask
+        padded = functional.pad(seen, (0, -seen.shape[3] % 4, 0, -seen.shape[2] % 4))
+        seen_of_block = padded.unflatten(3, (-1, 4)).unflatten(2, (-1, 4)).sum((3, 5))
+        assert torch.equal(found.to_dense().bool(), seen_of_block > 0), seed
+        assert torch.equal(found.full_kv_num_blocks, (seen_of_block == 16).sum(-1)), seed
+
+
+def test_windows_are_recognised() -> None:
+    sight = Sight(torch.arange(8), torch.arange(8), Alone(), 8)
+    for predicate, window in (
+        (sliding_window_causal_mask_function(3), 3),
+        (causal_mask_function, None),
+        (and_masks(causal_mask_function, sliding_window_overlay(3)), None),  # true as well, and not transformers' own
+        (sliding_window_bidirectional_mask_function(3), None),
+        (partial(causal_mask_function), None),
+    ):
+        assert Mask(sight, predicate, 1, apart=False).window == window
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn3", "flex_attention"])
+def test_an_implementation_that_cannot_be_honoured_is_refused(name: str) -> None:
+    inner = function._Inner(of_a_layer(name), {"s_aux": torch.zeros(2)})
+    assert not inner.is_fused and function._Inner(of_a_layer(name), {"scaling": 0.5, "s_aux": None}).is_fused
+    with pytest.raises(InputError, match=f"attn_implementation: '{name}' of .* on a CPU in torch.float32 .* expected"):
+        inner.choose_mask(on_gpu=False, dtype=torch.float32)
+    takes_blocks = name == "flex_attention"
+    with contextlib.nullcontext() if takes_blocks else pytest.raises(InputError, match="on a GPU in"):
+        inner.choose_mask(on_gpu=True, dtype=torch.bfloat16)
 
 
 def plain(inputs: list[Tensor], mask: Mask, seen: Tensor) -> Tensor:

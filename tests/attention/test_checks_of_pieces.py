@@ -5,6 +5,8 @@ tests/fuzz compares gradients of pieces with transformers, tests/multiprocess th
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from families import EXPERTS, tiny_config, tokens_and_labels, whole_model
@@ -13,7 +15,7 @@ from family_configs import Configuration
 
 from evenpipe.attention import function
 from evenpipe.attention.carry import Carries
-from evenpipe.attention.check import check_pieces, looks_across_documents
+from evenpipe.attention.check import _WholeRows, check_pieces, needs_our_attention
 from evenpipe.attention.function import adopt
 from evenpipe.attention.sight import Alone, Mask, Sight, seeing
 from evenpipe.errors import InputError
@@ -38,7 +40,8 @@ def described(family: str) -> Description:
 def test_families_that_pass(family: str, slices: bool) -> None:
     description = described(family)
     check_pieces(description, "this", slices=slices)
-    assert looks_across_documents(description) == (family in LOOK_ACROSS)
+    assert needs_our_attention(description) == (family in LOOK_ACROSS)
+    assert needs_our_attention(description, on_gpu=True)
     check_pieces(description, "this", slices=slices, apart=True)
 
 
@@ -73,7 +76,13 @@ DOCUMENTS = {
 def test_families_that_cannot_keep_documents_apart_are_refused(family: str) -> None:
     said = rf'documents = "separate", only with "joined" \(data.*: {DOCUMENTS[family]}'
     with pytest.raises(InputError, match=said):
-        looks_across_documents(describe(Configuration(family).build()))
+        needs_our_attention(describe(Configuration(family).build()))
+
+
+def test_on_a_gpu_a_model_that_only_its_own_attention_keeps_apart_keeps_it() -> None:
+    description = described("llama")
+    with mock.patch.object(_WholeRows, "keys", side_effect=IndexError):
+        assert not needs_our_attention(description, on_gpu=True)
 
 
 def test_masks_and_dropout_that_pieces_cannot_have_are_refused() -> None:
@@ -95,7 +104,7 @@ def test_masks_and_dropout_that_pieces_cannot_have_are_refused() -> None:
     config = Configuration("opt").build()
     config.attention_dropout = 0.1
     with pytest.raises(InputError, match=r"its attention drops weights \(attention_dropout is 0.1 in the model's"):
-        looks_across_documents(describe(config))
+        needs_our_attention(describe(config))
 
 
 @pytest.mark.parametrize("slices", [False, True])
@@ -111,7 +120,7 @@ def test_the_check_finds_documents_that_see_each_other(monkeypatch) -> None:
     monkeypatch.setattr("evenpipe.attention.check.Sight", lambda *given, apart, **others: Sight(*given, **others))
     description = described("gpt_oss")
     for check in (
-        lambda: looks_across_documents(description),
+        lambda: needs_our_attention(description),
         lambda: check_pieces(description, "this", slices=True, apart=True),
     ):
         with pytest.raises(InputError, match="computes something else"):

@@ -144,8 +144,8 @@ def test_traces_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: 
 @pytest.mark.parametrize(
     ("model", "piece"),
     [
-        ("olmo-3-7b", Piece(ends=(2048,), index=0, ranks=4, kernel=False)),
-        ("granite-4.0-h-small", Piece(ends=(1024, 2048), index=0, ranks=4, exchange="heads", kernel=False)),
+        ("olmo-3-7b", Piece(ends=(2048,), index=0, ranks=4, kernels_of="cuda")),
+        ("granite-4.0-h-small", Piece(ends=(1024, 2048), index=0, ranks=4, exchange="heads", kernels_of="cuda")),
         ("qwen3-8b", None),
     ],
     ids=["keys", "heads of slices", "whole sequences"],

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import kernel_stand_ins
 import pytest
 import reference
 import torch
@@ -90,6 +91,18 @@ def run_cases(cases: list[Case]) -> list[str]:
 
 def test_gradients_are_those_of_documents_alone(sample) -> None:
     check_cases(run_cases, sample(CASES, 5))
+
+
+def run_on_kernels_of_gpus(cases: list[Case]) -> list[str]:
+    with kernel_stand_ins.on_cpu() as calls:
+        faults = run_cases(cases)
+    return faults if any(sequences > 1 for sequences in calls) else [*faults, "no documents in one call"]
+
+
+def test_kernels_of_gpus_give_the_gradients_of_documents_alone(sample) -> None:
+    """Also of windows (afmoe)."""
+    cases = [case for case in CASES if case.family in {"llama", "afmoe"} and case.context_ranks * case.slices > 1]
+    check_cases(run_on_kernels_of_gpus, sample(cases, 3))
 
 
 def other_labels_and_refusals() -> None:

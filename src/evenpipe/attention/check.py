@@ -63,9 +63,10 @@ def check_pieces(description: Description, option: str, *, slices: bool, apart: 
                 whole.compare("a piece of a sequence", row, queries, keys, exchange, apart=apart)
 
 
-def looks_across_documents(description: Description) -> bool:
-    """Return whether a model's own attention looks at other documents of a row, so that evenpipe's has to keep them
-    apart. Runs a small copy, which takes about a second on a CPU.
+def needs_our_attention(description: Description, *, on_gpu: bool = False) -> bool:
+    """Return whether evenpipe's attention has to keep documents of a row apart: if the model's own does not, and on a
+    GPU, where its own would do so by a mask of all pairs, wherever ours computes the same. Runs a small copy, which
+    takes about a second on a CPU.
 
     Raises:
         InputError: one sentence: evenpipe's attention does not keep them apart either.
@@ -75,11 +76,16 @@ def looks_across_documents(description: Description) -> bool:
     plain = f'documents: {PLAIN} "joined"'
     with _whole_rows(description, refuse, plain, "rows of several documents") as whole:
         row = next(row for row in whole.rows if row.documents is not None)
-        error = relative_error(whole.logits(row, apart=False), whole.logits(row, apart=True))
-        if error <= whole.tolerance:
+        keeps_apart = relative_error(whole.logits(row, apart=False), whole.logits(row, apart=True)) <= whole.tolerance
+        if keeps_apart and not on_gpu:
             return False
-        _refuse_dropout(description)
-        whole.keys(row, apart=True)
+        try:
+            _refuse_dropout(description)
+            whole.keys(row, apart=True)
+        except Exception:  # of any type: see `_whole_rows`
+            if keeps_apart:
+                return False
+            raise
         return True
 
 

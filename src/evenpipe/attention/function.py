@@ -1,28 +1,33 @@
 """The attention of evenpipe: any family's own attention, on the keys of other pieces too, and of no other document.
 
-`adopt` makes a model call `attention` and `mask` in place of what its config named. There are two ways:
+`adopt` makes a model call `attention` and `mask` in place of what its config named. There are three ways:
 
-    kernel   where transformers would call torch's fused attention without anything else, on a CPU: saves queries, own
-             keys and values, result and log-sum-exp; blocks of queries look only at the keys that they may see
-    again    everything else (soft-caps, sinks, attention written in Python, other devices): saves queries, own keys and
-             values, and the backward runs the family's own function again
+    _Kernel  on a CPU, and _Flash on an NVIDIA GPU, where the config names a fused kernel and the layer asks for nothing
+             else: save queries, own keys and values, result and log-sum-exp; blocks of queries look only at the keys
+             that they may see. On a GPU of masks that are causal, perhaps with a window, in bf16 or fp16.
+    _Again   everything else: saves queries, own keys and values, and the backward runs the function again, on a GPU
+             FlexAttention, with a mask by blocks, where the config names a fused kernel (for windows, chunks and, with
+             "flex_attention", soft-caps and sinks); else the family's own with a mask of all pairs (attention written
+             in Python, fp64)
 
-Both save through `save_for_backward`, so that checkpointing and offload see every tensor, and keep no mask.
+All save through `save_for_backward`, so that checkpointing and offload see every tensor, and keep no mask.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from evenpipe.attention import flash
 from evenpipe.attention.blocks import Block, Look
 from evenpipe.attention.heads import heads_of, to_heads, to_tokens
 from evenpipe.attention.rotary import depends_on_length, of_whole_rows
@@ -32,9 +37,15 @@ from evenpipe.model.stage import Stage
 
 NAME = "evenpipe"
 _INNER = "_evenpipe_inner_attention"
+_EAGER = "eager_attention_forward"
+"""A family's own function, in the module of its layers."""
 _OF_THE_KERNEL = frozenset({"scaling", "sliding_window", "position_ids", "use_cache", "is_causal"})
-"""Arguments that the kernel way honours, or that the mask has in it. With any other one, such as the sinks of gpt-oss,
+"""Arguments that the kernels honour, or that the mask has in it. With any other one, such as the sinks of gpt-oss,
 the family's own function runs."""
+_FUSED = re.compile("sdpa|flex_attention|.*flash.*")
+"""Names of implementations that compute the same from these arguments: any of our kernels may take their place."""
+_TAKES_BLOCKS, _TAKES_NO_PAIRS = "flex_attention", re.compile("flex_attention|.*flash.*")
+"""The implementation that takes a mask by blocks, and those that take no mask of all pairs."""
 
 
 class OwnAttention:
@@ -109,13 +120,12 @@ def attention(
     if heads is not None:
         query, key, value = to_heads(query, key, value, heads)
     call = Call(attention_mask, attention_mask.sight.exchange, int(getattr(module, "layer_idx", 0)), inner)
-    given = {
-        name for name, option in options.items() if option is not None and option is not False and name != "dropout"
-    }
-    fused = getattr(module.config, _INNER) == "sdpa" and given <= _OF_THE_KERNEL
-    if fused and attention_mask.sight.has_kernel and query.device.type == "cpu" and value.shape[-1] <= query.shape[-1]:
-        result = _Kernel.apply(query, key, value, call).transpose(1, 2).contiguous()
+    device = attention_mask.sight.kernels_of or query.device.type
+    kernel = _KERNELS[device] if inner.is_fused and device in _KERNELS else None
+    if kernel is not None and kernel.fits(query, value, attention_mask):
+        result = kernel.apply(query, key, value, call).transpose(1, 2).contiguous()
     else:
+        inner.choose_mask(on_gpu=device == "cuda", dtype=query.dtype)
         own = [parameter for parameter in module._parameters.values() if parameter is not None]
         result = _Again.apply(query, key, value, call, *own)
     return (result if heads is None else to_tokens(result, heads)), None
@@ -131,17 +141,50 @@ class Call(NamedTuple):
     """What the family would call."""
 
 
-# --- torch's kernel for CPUs -----------------------------------------------------------------------------------------
+# --- torch's kernels -------------------------------------------------------------------------------------------------
+
+
+class _Flash(torch.autograd.Function):
+    """Fused attention on an NVIDIA GPU, all blocks of queries in few calls."""
+
+    @staticmethod
+    def fits(query: Tensor, value: Tensor, mask: Mask) -> bool:
+        return flash.fits(query, value) and mask.rounds is not None
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
+        keys, values = call.exchange.keys(call.layer, key.detach(), value.detach())
+        assert call.mask.rounds is not None
+        result, sums = call.mask.rounds.attend(query, keys, values, scale=call.inner.scale)
+        own = (key, value) if call.exchange.keeps_keys else ()
+        ctx.save_for_backward(query, *own, result, *sums)
+        ctx.call, ctx.own = call, len(own)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        call, saved = ctx.call, ctx.saved_tensors
+        query, own, (result, *sums) = saved[0], saved[1 : 1 + ctx.own], saved[1 + ctx.own :]
+        keys, values = call.exchange.again(call.layer, *own)
+        of_query, *others = call.mask.rounds.gradients(
+            gradient, query, keys, values, result=result, sums=sums, scale=call.inner.scale
+        )
+        del keys, values  # before gradients travel
+        return of_query, *call.exchange.gradients(call.layer, *others, query.dtype), None
 
 
 class _Kernel(torch.autograd.Function):
-    """Fused attention, block of queries by block, and what they look at one after the other."""
+    """Fused attention on a CPU, block of queries by block, and what they look at one after the other."""
+
+    @staticmethod
+    def fits(query: Tensor, value: Tensor, mask: Mask) -> bool:
+        return value.shape[-1] <= query.shape[-1]
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
         keys, values = call.exchange.keys(call.layer, key.detach(), value.detach())
         size = value.shape[-1]
-        values = _padded(values, query)
+        values = flash.padded(values, query)
         batch, heads, tokens, _ = query.shape
         result = query.new_empty((batch, tokens, heads, size)).transpose(1, 2)  # as the layer wants it
         sums = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
@@ -176,9 +219,9 @@ class _Kernel(torch.autograd.Function):
         of_query = torch.empty_like(query)
         wide = torch.promote_types(query.dtype, torch.float32)  # sums of many blocks, and of later pieces
         of_keys, of_values = (torch.zeros_like(one, dtype=wide) for one in (keys, values))
-        values = _padded(values, query)
+        values = flash.padded(values, query)
         for part in _parts(query, keys, call.mask):
-            given = [_padded(part.rows(one), query) for one in (gradient, result)]
+            given = [flash.padded(part.rows(one), query) for one in (gradient, result)]
             total: Tensor | None = None
             for look in part.block.looks:
                 found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -243,10 +286,8 @@ def _parts(query: Tensor, keys: Tensor, mask: Mask) -> Iterator[_Part]:
             yield _Part(block, head, shared, mask, query.dtype)
 
 
-def _padded(rows: Tensor, query: Tensor) -> Tensor:
-    """Return rows as wide as queries: the kernel knows one size."""
-    missing = query.shape[-1] - rows.shape[-1]
-    return functional.pad(rows, (0, missing)) if missing else rows
+_KERNELS: dict[str, Any] = {"cpu": _Kernel, "cuda": _Flash}
+"""By device type."""
 
 
 # --- the family's own function ---------------------------------------------------------------------------------------
@@ -259,20 +300,38 @@ class _Inner:
         self._module, self._options = module, options
         self.scale: float | None = options.get("scaling")
         """Of products of queries and keys; None: one over the root of their size."""
-        name = getattr(module.config, _INNER)
-        self._eager = name == "eager"
-        self._function: Callable[..., tuple[Tensor, Any]]
-        if self._eager:
-            self._function = inspect.unwrap(module.forward).__globals__["eager_attention_forward"]
-        else:
-            self._function = ALL_ATTENTION_FUNCTIONS[name]
+        self._name: str = getattr(module.config, _INNER)
+        given = {name for name, option in options.items() if option is not None and option is not False}
+        self.is_fused = _FUSED.fullmatch(self._name) is not None and given - {"dropout"} <= _OF_THE_KERNEL
+        """Whether any fused kernel computes the same."""
+        self._by_blocks = False
+
+    def choose_mask(self, *, on_gpu: bool, dtype: torch.dtype) -> None:
+        """Decide which function runs, and with which mask.
+
+        Raises:
+            InputError: the one that the config names takes no mask of ours.
+        """
+        self._by_blocks = on_gpu and dtype != torch.float64 and (self.is_fused or self._name == _TAKES_BLOCKS)
+        if not self._by_blocks and _TAKES_NO_PAIRS.fullmatch(self._name):
+            raise InputError(
+                f"attn_implementation: {self._name!r} of {type(self._module).__name__} does not compute pieces of"
+                f" sequences or separate documents on a {'GPU' if on_gpu else 'CPU'} in {dtype} with all that the layer"
+                " asks for, expected 'sdpa' or 'eager', or 'flex_attention' on a GPU"
+            )
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
-        seen: Tensor = mask.tensor().expand(len(query), -1, -1, -1)
-        if self._eager:
-            nothing = torch.finfo(query.dtype).min
-            seen = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, nothing)
-        return self._function(self._module, query, keys, values, seen, **self._options)[0]
+        if self._by_blocks:
+            return self._run(ALL_ATTENTION_FUNCTIONS[_TAKES_BLOCKS], query, keys, values, mask.block_mask)
+        seen = mask.tensor().expand(len(query), -1, -1, -1)
+        if self._name != "eager":
+            return self._run(ALL_ATTENTION_FUNCTIONS[self._name], query, keys, values, seen)
+        nothing = torch.finfo(query.dtype).min
+        seen = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, nothing)
+        return self._run(inspect.unwrap(self._module.forward).__globals__[_EAGER], query, keys, values, seen)
+
+    def _run(self, function: Callable[..., tuple[Tensor, Any]], *inputs: Tensor | BlockMask) -> Tensor:
+        return function(self._module, *inputs, **self._options)[0]
 
 
 class _Again(torch.autograd.Function):

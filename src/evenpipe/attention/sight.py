@@ -11,18 +11,26 @@ and values of other pieces.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask
+from transformers.masking_utils import (
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+    sliding_window_overlay,
+)
 
 from evenpipe.attention.blocks import Block, Look, causal_blocks
+from evenpipe.attention.flash import Rounds, rounds_of
 from evenpipe.errors import InputError
 from evenpipe.model.packed_rows import packed_as
 
@@ -77,6 +85,15 @@ class Alone:
         return key.to(dtype), value.to(dtype)
 
 
+class OnHost(NamedTuple):
+    """Fields of a `Sight` on the host, from which blocks of queries are made without waiting for a GPU."""
+
+    queries: Tensor
+    keys: Tensor
+    documents: Tensor | None
+    valid: Tensor | None
+
+
 @dataclass(eq=False)
 class Sight:
     """What a pass knows of the whole rows of its microbatch."""
@@ -100,8 +117,10 @@ class Sight:
     """Documents do not see each other, even if the family does not look for them."""
     looks_for_documents: bool = False
     """The family has looked for packed rows since the last mask was made."""
-    has_kernel: bool = True
-    """Attention may take torch's kernel for CPUs."""
+    on_host: OnHost | None = None
+    """None: the tensors above are on the host."""
+    kernels_of: str | None = None
+    """Device type whose kernels compute attention; None: that of the queries. A stage is traced on another device."""
 
     def mask(self, predicate: Predicate, batch: int, *, apart: bool) -> Mask:
         """Return what a model's attention layers get as mask."""
@@ -145,10 +164,14 @@ def seeing(sight: Sight) -> Iterator[None]:
 
 
 ROWS = 1024
-"""Queries of a block that takes a mask, which is made when it is used."""
+"""Queries whose mask is made at a time."""
+BLOCK = 128
+"""Queries, and keys, of a block of FlexAttention. Divides `ROWS`."""
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of transformers: whether a query sees a key, from batch, head, place of the query and of the key, which broadcast."""
+
+_OF_A_WINDOW, _OVERLAY = sliding_window_causal_mask_function(1), sliding_window_overlay(1)
 
 
 class Mask:
@@ -174,18 +197,13 @@ class Mask:
 
     def _seen(self, queries: slice, keys: slice) -> Tensor:
         sight = self.sight
-        asking, asked = sight.queries[queries], sight.keys[keys]
+        asking, asked = (
+            torch.arange(*part.indices(len(places)), device=places.device)
+            for places, part in ((sight.queries, queries), (sight.keys, keys))
+        )
         batch = torch.arange(self._batch, device=asking.device)[:, None, None, None]
         head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=asking.device)
-        if self._apart:
-            assert sight.documents is not None
-            ids = torch.arange(sight.length, device=asking.device)[None] if sight.positions is None else sight.positions
-            seen = self._predicate(batch, head, ids[:, None, asking, None], ids[:, None, None, asked])
-            seen = seen & (sight.documents[:, None, asking, None] == sight.documents[:, None, None, asked])
-        else:
-            seen = self._predicate(batch, head, asking[None, None, :, None], asked[None, None, None, :])
-        if sight.valid is not None:
-            seen = seen & sight.valid[:, None, None, asked]
+        seen = self._sees(batch, head, asking[None, None, :, None], asked[None, None, None, :])
         return seen.expand(-1, -1, len(asking), len(asked))
 
     @property
@@ -193,14 +211,74 @@ class Mask:
         """Whether queries see all of their document up to themselves, as places tell."""
         return self._predicate is causal_mask_function
 
+    @property
+    def window(self) -> int | None:
+        """The keys that a query sees at most, itself included, of a causal mask with a sliding window; else None."""
+        if getattr(self._predicate, "__code__", None) is not _OF_A_WINDOW.__code__:
+            return None
+        overlay, *others = inspect.getclosurevars(self._predicate).nonlocals["mask_functions"]
+        if others != [causal_mask_function] or getattr(overlay, "__code__", None) is not _OVERLAY.__code__:
+            return None
+        return int(inspect.getclosurevars(overlay).nonlocals["sliding_window"])
+
     @cached_property
     def blocks(self) -> list[Block]:
         """The queries in blocks, with what they look at."""
+        return causal_blocks(*self._places) if self.is_causal else list(self._cut())
+
+    @cached_property
+    def rounds(self) -> Rounds | None:
+        """The queries in calls of the kernel for GPUs, which takes no mask; None: it cannot compute this one."""
         sight = self.sight
-        if self.is_causal:
-            documents = sight.documents if self._apart else None  # positions count on within them, as places do
-            return causal_blocks(sight.queries, sight.keys, documents, sight.valid)
-        return list(self._cut())
+        if not self.is_causal and (self.window is None or sight.valid is not None):
+            return None
+        found = rounds_of(*self._places, batch=self._batch, torch_device=sight.queries.device)
+        return Rounds(found, self.window)
+
+    @property
+    def _places(self) -> OnHost:
+        """What blocks of a causal mask are made of."""
+        sight = self.sight
+        places = sight.on_host or OnHost(sight.queries, sight.keys, sight.documents, sight.valid)
+        # Positions count on within documents, as places do.
+        return places if self._apart else places._replace(documents=None)
+
+    @cached_property
+    def block_mask(self) -> BlockMask:
+        """The mask in the form that FlexAttention takes: who sees whom by block of tokens, and the predicate.
+
+        Raises InputError as `tensor`.
+        """
+        queries, keys = len(self.sight.queries), len(self.sight.keys)
+        some, all_ = [], []
+        for start in range(0, queries, ROWS):
+            seen = self.tensor(slice(start, min(start + ROWS, queries)))
+            padded = functional.pad(seen, (0, -keys % BLOCK, 0, -seen.shape[2] % BLOCK))
+            by_block = padded.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).sum((3, 5))
+            some.append((by_block > 0) & (by_block < BLOCK**2))
+            all_.append(by_block == BLOCK**2)
+        return BlockMask.from_kv_blocks(
+            *_listed(torch.cat(some, 2)),
+            *_listed(torch.cat(all_, 2)),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=self._sees,
+            seq_lengths=(queries, keys),
+        )
+
+    def _sees(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Return whether a query sees a key, both given by their numbers in the call."""
+        sight = self.sight
+        asking, asked = sight.queries[query], sight.keys[key]
+        if self._apart:
+            assert sight.documents is not None
+            ids = (asking, asked)
+            if sight.positions is not None:
+                ids = sight.positions[batch, asking], sight.positions[batch, asked]
+            seen = self._predicate(batch, head, *ids)
+            seen = seen & (sight.documents[batch, asking] == sight.documents[batch, asked])
+        else:
+            seen = self._predicate(batch, head, asking, asked)
+        return seen if sight.valid is None else seen & sight.valid[batch, asked]
 
     def _cut(self) -> Iterator[Block]:
         """Find out by asking, query by key."""
@@ -210,3 +288,10 @@ class Mask:
             anyone = seen.flatten(0, 2).any(0).nonzero()
             keys = slice(int(anyone[0]), int(anyone[-1]) + 1) if len(anyone) else slice(0, 1)
             yield Block(slice(None), queries, (Look(keys, "all" if bool(seen[..., keys].all()) else "some"),))
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of keys each block of queries has, and their numbers before those of all others, of
+    booleans [batch or 1, heads or 1, blocks of queries, blocks of keys]."""
+    numbers = blocks.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), numbers.to(torch.int32)

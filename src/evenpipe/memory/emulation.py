@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from evenpipe.layers import checkpointing
 from evenpipe.layers.own_operations import own_operation
@@ -57,6 +57,8 @@ def emulated(
     with ExitStack() as stack:
         if not on_cpu:
             stack.enter_context(replaced(nn.functional, "dropout", _dropout))
+            ALL_ATTENTION_FUNCTIONS["flex_attention"] = _flash  # over transformers' own, until it is deleted
+            stack.callback(ALL_ATTENTION_FUNCTIONS.pop, "flex_attention")
         # Some experts add a bias to a kept product in place: their values would be wrong, here they have none.
         change = partial(checkpointing.create_selective_checkpoint_contexts, allow_cache_entry_mutation=True)
         if kernels.selective == "half":

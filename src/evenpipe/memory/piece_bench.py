@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from evenpipe.attention.blocks import Block
 from evenpipe.attention.carry import Carry
+from evenpipe.attention.flash import Index, Round, Rounds
 from evenpipe.attention.sight import Alone, Exchange, Keys, Mask, Predicate, Sight, seeing
 from evenpipe.memory.pieces import Piece
 from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
@@ -59,18 +60,41 @@ class _SightOfPiece(Sight):
 class _MaskOfPiece(Mask):
     """Blocks come from the places of the piece; evaluating the predicate for them allocates as ever."""
 
+    def _real(self) -> Mask:
+        """Return the mask of one row."""
+        assert isinstance(self.sight, _SightOfPiece)
+        sight = Sight(*self.sight.piece.places, self.sight.exchange, self.sight.length)
+        return Mask(sight, self._predicate, 1, apart=False)
+
     @cached_property
     def blocks(self) -> list[Block]:
-        assert isinstance(self.sight, _SightOfPiece)
         with _disable_current_modes():
-            queries, keys = self.sight.piece.places
-            sight = Sight(queries, keys, self.sight.exchange, self.sight.length)
-            real = Mask(sight, self._predicate, self._batch, apart=False)
-            found = real.blocks
-        if not real.is_causal:
+            found = self._real().blocks
+        if not self.is_causal:
             for block in found:
                 self.tensor(block.queries)
         return found
+
+    @cached_property
+    def rounds(self) -> Rounds | None:
+        with _disable_current_modes():
+            real = self._real().rounds
+            return None if real is None else real._replace(rounds=[self._of_all_rows(one) for one in real.rounds])
+
+    def _of_all_rows(self, one: Round) -> Round:
+        """Return a round of so many rows, without memory: `Piece.known_places` counts it."""
+
+        def index(of_row: Index | None) -> Index | None:
+            if of_row is None:
+                return None
+            return Index(*(numbers.new_empty(self._batch * len(numbers), device="meta") for numbers in of_row))
+
+        return one._replace(queries=index(one.queries), keys=index(one.keys))
+
+    @property
+    def block_mask(self) -> Any:
+        """Nothing: the emulated kernel reads no mask."""
+        return None
 
 
 class PieceBench:
@@ -91,7 +115,7 @@ class PieceBench:
             exchange=self._exchange,
             length=piece.length,
             heads=heads,
-            has_kernel=piece.kernel,
+            kernels_of=piece.kernels_of,
             piece=piece,
         )
         self._positions = torch.empty(piece.tokens, dtype=torch.int64).expand(sequences, -1)

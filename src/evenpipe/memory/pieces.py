@@ -22,8 +22,8 @@ class Piece:
     ranks: int = 1
     """Context parallelism: processes that share the slice."""
     exchange: Literal["keys", "heads"] = "keys"
-    kernel: bool = True
-    """Attention has torch's kernel for CPUs; otherwise the backward runs a layer's own attention again."""
+    kernels_of: Literal["cpu", "cuda", "none"] = "cpu"
+    """Device type whose kernels compute attention; "none": the backward runs a layer's own attention again."""
 
     @property
     def start(self) -> int:
@@ -56,8 +56,10 @@ class Piece:
 
     @property
     def known_places(self) -> int:
-        """Number of places that a process keeps: of its tokens, of queries that are others, and of keys."""
-        return self.tokens + (self.queries if self.trades_heads else 0) + self.end
+        """Number of places that a process keeps: of its tokens, of queries that are others, and of keys; and of tokens
+        that GPU kernels take in another order, row and token."""
+        ordered = 2 * (self.queries + self.end) if self.kernels_of == "cuda" and self.ranks > 1 else 0
+        return self.tokens + (self.queries if self.trades_heads else 0) + self.end + ordered
 
     @property
     def gathers(self) -> bool:

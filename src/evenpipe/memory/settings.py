@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from evenpipe.layers.checkpointing import check_choices
 from evenpipe.model import Description, RowWork, slice_ends
@@ -107,10 +108,11 @@ class Settings:
                 f" {count(sizes.tp, 'tensor rank')}",
             )
         ends = slice_ends(work, self.sequence, slices, divisor)
-        kernel = self.on_cpu and self.kernels.attention == "sdpa"
+        on: Literal["cpu", "cuda"] = "cpu" if self.on_cpu else "cuda"
+        kernels_of: Literal["cpu", "cuda", "none"] = on if self.kernels.attention == "sdpa" else "none"
         way = choose(description, sizes.context_exchange, ranks=sizes.cp, tensor_ranks=sizes.tp, slices=slices)
         return tuple(
-            Piece(ends=ends, index=index, ranks=sizes.cp, exchange=way.exchange, kernel=kernel)
+            Piece(ends=ends, index=index, ranks=sizes.cp, exchange=way.exchange, kernels_of=kernels_of)
             for index in range(slices)
         )
 

@@ -61,6 +61,8 @@ class Microbatch:
     """[sequences, tokens] int64, or None for 0, 1, 2, ..."""
     attention_mask: Tensor | None
     """[sequences, tokens] int64, 1 for tokens and 0 for padding, or None without padding."""
+    on_host: tuple[Tensor | None, Tensor | None] = None, None
+    """Position ids and mask once more, on the host."""
 
     sight: Sight | None = None
     """What evenpipe's attention sees of the whole rows, of which these may be a piece, with position ids; None: these
@@ -159,8 +161,8 @@ def distribute(
         drawn: a random number of this process for the step; that of the very first process counts.
 
     Returns:
-        The same inputs on every process of the replica, with labels: those given, or the ids without padding; ids,
-        labels and mask on the host, the rest on `torch_device`. And the totals of all replicas.
+        The same inputs on every process of the replica, with labels: those given, or the ids without padding; weights
+        on `torch_device`, the rest on the host. And the totals of all replicas.
 
     Raises:
         InputError: on every process, if a first process got wrong inputs, if processes disagree on the trainable
@@ -307,7 +309,7 @@ def _share(given: Inputs | None, row: _Row, groups: Groups, torch_device: torch.
     return Inputs(
         input_ids=on_host[0],
         labels=on_host[1],
-        position_ids=integers[2] if row.has_positions else None,
+        position_ids=on_host[2] if row.has_positions else None,
         attention_mask=on_host[2 + row.has_positions] if row.has_mask else None,
         token_weights=weights,
     )
@@ -354,7 +356,7 @@ def cut(
         inputs: as returned by `distribute`.
         totals: of all replicas; None: those of this batch.
         dtype: of the weights; fp64 if the model computes in fp64, else fp32.
-        torch_device: device of weights and masks.
+        torch_device: device of weights, positions and masks.
     """
     input_ids, _, position_ids, attention_mask, _ = fields_of(inputs)
     assert input_ids is not None
@@ -368,13 +370,16 @@ def cut(
     def parts(tensor: Tensor | None) -> Iterable[Tensor | None]:
         return repeat(None, microbatches) if tensor is None else tensor.tensor_split(microbatches)
 
-    def masks() -> Iterable[Tensor | None]:
-        if attention_mask is None:
+    split = () if attention_mask is None else attention_mask.tensor_split(microbatches)
+    needed = [position_ids is not None or not bool((mask == 1).all()) for mask in split]
+
+    def masks(attention_mask: Tensor | None) -> Iterable[Tensor | None]:
+        if not any(needed):
             return repeat(None, microbatches)
-        split = attention_mask.tensor_split(microbatches)
-        needed = [position_ids is not None or not bool((mask == 1).all()) for mask in split]
-        given = attention_mask.to(torch_device) if any(needed) else attention_mask
-        return [mask if needs else None for mask, needs in zip(parts(given), needed, strict=True)]
+        return (mask if needs else None for mask, needs in zip(parts(attention_mask), needed, strict=True))
+
+    mask_there = attention_mask.to(torch_device) if attention_mask is not None and any(needed) else None
+    positions = None if position_ids is None else position_ids.to(torch_device)
 
     return Batch(
         microbatches=tuple(
@@ -383,8 +388,9 @@ def cut(
                 input_ids.tensor_split(microbatches),
                 (part.flatten() for part in targets.tensor_split(microbatches)),
                 (part.flatten() for part in weights.tensor_split(microbatches)),
-                parts(position_ids),
-                masks(),
+                parts(positions),
+                masks(mask_there),
+                zip(parts(position_ids), masks(attention_mask), strict=True),
                 strict=True,
             )
         ),

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from evenpipe.attention.carry import Carries
-from evenpipe.attention.check import PLAIN, attention_dropout, looks_across_documents
+from evenpipe.attention.check import PLAIN, attention_dropout, needs_our_attention
 from evenpipe.attention.places import places_of_ranks
-from evenpipe.attention.sight import Alone, Exchange, Sight, documents_of
+from evenpipe.attention.sight import Alone, Exchange, OnHost, Sight, documents_of
 from evenpipe.errors import InputError
 from evenpipe.model import Description, RowWork, slice_ends
 from evenpipe.model.context_exchange import choose, heads_divide
@@ -74,9 +74,13 @@ class Cutter:
 
     def _cut(self, microbatch: Microbatch, ends: Sequence[int]) -> Iterator[Microbatch]:
         rows, length = microbatch.token_ids.shape
-        positions, mask = microbatch.position_ids, microbatch.attention_mask
+        positions, mask = microbatch.on_host
+        valid = None if mask is None else mask.bool()
         documents = None if positions is None or mask is not None else documents_of(positions)
         packed = None if documents is None else positions
+        torch_device = microbatch.weights.device
+        documents_there, valid_there = (None if one is None else one.to(torch_device) for one in (documents, valid))
+        positions, mask = microbatch.position_ids, microbatch.attention_mask
         ranks, rank = (1, 0) if self.context is None else (self.context.size, self.context.rank)
         exchange: Exchange = self.context if isinstance(self.context, ContextRanks) else Alone()
         heads = self.context if isinstance(self.context, HeadRanks) else None
@@ -86,17 +90,19 @@ class Cutter:
             places = places_of_ranks(start, end, ranks, packed)
             known += places
             own = places[rank]
-            here = own.to(microbatch.weights.device)
+            here = own.to(torch_device)
+            on_host = OnHost(own if heads is None else torch.cat(places), torch.cat(known), documents, valid)
             sight = Sight(
-                queries=here if heads is None else torch.cat(places).to(here.device),
-                keys=torch.cat(known).to(here.device),
+                queries=here if heads is None else on_host.queries.to(torch_device),
+                keys=on_host.keys.to(torch_device),
                 exchange=exchange,
                 length=length,
                 positions=positions,
-                documents=documents,
-                valid=None if mask is None else mask.bool(),
+                documents=documents_there,
+                valid=valid_there,
                 heads=heads,
                 apart=self._apart,
+                on_host=on_host,
             )
             yield Microbatch(
                 token_ids=microbatch.token_ids[:, own],
@@ -111,7 +117,7 @@ class Cutter:
 
 
 def make_cutter(
-    description: Description, model: ModelCosts, slices: int, recipe: Recipe, groups: Groups
+    description: Description, model: ModelCosts, slices: int, recipe: Recipe, groups: Groups, *, on_gpu: bool
 ) -> tuple[Cutter | None, str | None]:
     """Return the cutter of a recipe, None for whole sequences, unless evenpipe's attention has to keep documents apart;
     and what context ranks exchange and why, for a status line, None without any. Collective.
@@ -122,7 +128,7 @@ def make_cutter(
     apart, sizes = recipe.batch.separate, recipe.parallelism
     if slices > 1 or groups.context is not None:
         _refuse_unfit(description, slices, recipe)
-    elif not (apart and _looks_across_documents(description, groups)):
+    elif not (apart and _needs_our_attention(description, groups, on_gpu=on_gpu)):
         return None, None
     context, said = None, None
     if groups.context is not None:
@@ -155,8 +161,10 @@ def _refuse_unfit(description: Description, slices: int, recipe: Recipe) -> None
             )
 
 
-def _looks_across_documents(description: Description, groups: Groups) -> bool:
-    """Let the first process find out what a model does with the documents of a sequence. Collective over everyone.
+def _needs_our_attention(description: Description, groups: Groups, *, on_gpu: bool) -> bool:
+    """Let the first process find out whether evenpipe's attention has to keep the documents of a sequence apart.
+
+    Collective over everyone.
 
     Raises:
         InputError: on every process: they cannot be kept apart.
@@ -164,7 +172,7 @@ def _looks_across_documents(description: Description, groups: Groups) -> bool:
     found, fault = False, None
     if groups.everyone is None or groups.everyone.position == 0:
         try:
-            found = looks_across_documents(description)
+            found = needs_our_attention(description, on_gpu=on_gpu)
         except InputError as error:
             fault = str(error)
     fault = groups.from_the_first(fault, "the check of separate documents")

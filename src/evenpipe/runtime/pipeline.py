@@ -229,8 +229,14 @@ class Pipeline:
             self._tensor, self.tensor_overlap = cut_layers(
                 self.description, self._groups, self.recipe, self_check, stages=program.placement.stages
             )
-            cutter = make_cutter(self.description, self._plan.costs, program.slices, self.recipe, self._groups)
-            self._cutter, self.context_exchange = cutter
+            self._cutter, self.context_exchange = make_cutter(
+                self.description,
+                self._plan.costs,
+                program.slices,
+                self.recipe,
+                self._groups,
+                on_gpu=self.torch_device.type == "cuda",
+            )
             del copies
             self._load = count_choices(self.description, self._groups, self.tensor_rank)
             self._experts = spread_experts(self.description, self._groups, self.recipe)
