@@ -258,10 +258,12 @@ def test_exchange_of_context_ranks_stands_beside_nothing(work: LayerWork, bandwi
         assert getattr(found, again) - getattr(free, again) == pytest.approx(parts["forward"])
 
 
-def test_attention_runs_again_and_gathered_keys_of_slices_are_kept(work: LayerWork) -> None:
-    once, again = (layer_time(work, pieces_setting(50e9, attends_again=again)) for again in (False, True))
-    assert again.forward == once.forward
-    assert again.inputs - once.inputs == pytest.approx(0.154 / 3.5, rel=0.01)
+def test_eager_attention_runs_again_and_gathered_keys_of_slices_are_kept(work: LayerWork) -> None:
+    for eager in (False, True):
+        of_layer = replace(work, eager=eager)
+        once, pieces = (layer_time(of_layer, pieces_setting(50e9, flash=flash)) for flash in (False, True))
+        assert pieces.forward == once.forward
+        assert pieces.inputs - once.inputs == pytest.approx(0.154 / 3.5 if eager else 0.0, rel=0.01)
     ends = (0, 65536, 98304, 131072)
     moving = attending = 0.0
     for span in pairwise(ends):

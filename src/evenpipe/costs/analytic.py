@@ -449,8 +449,8 @@ def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
     sizes = work.attention
     if not sizes.heads:
         return 0.0, 0.0
-    again = setting.axes.pieces.attends_again
-    hardware = setting.hardware.with_flash_attention() if again else setting.hardware
+    flash = setting.axes.pieces.flash
+    hardware = setting.hardware.with_flash_attention() if flash else setting.hardware
     unfused = setting.unfused_attention(work)
     if unfused is None:
         flops = setting.tokens * sizes.flops(setting.keys(sizes)) / setting.tensor
@@ -461,7 +461,7 @@ def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
         products = hardware.product_seconds(flops, setting.dtype)
         forward = products + hardware.streaming_seconds(pairs * unfused[0], 6)
         backward = 2 * products + hardware.streaming_seconds(pairs * unfused[1], 6)
-    return forward, backward + (forward if again else 0.0)
+    return forward, backward + (forward if flash and work.eager else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

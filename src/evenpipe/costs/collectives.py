@@ -89,8 +89,8 @@ class Pieces:
     to neighbour, and across nodes by the network card of one device."""
     span: tuple[int, int] | None = None
     """Of one slice: its first token, and the one behind its last; None: sequences are not cut into slices."""
-    attends_again: bool = False
-    """The backward of attention on pieces computes its forward once more."""
+    flash: bool = False
+    """Attention on pieces is FlashAttention-2; or a family's own, which the backward computes once more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,13 +125,13 @@ class TimedModel:
         return sizes.tensor_overlap in {"ring", "fused"} or (sizes.tensor_overlap == "auto" and by_default)
 
     def _axes(self, recipe: Recipe) -> Axes:
-        """Return the axes of a recipe. Only our runtime runs attention of pieces again in the backward, on GPUs, and
-        products of experts beside the transfer of rows."""
+        """Return the axes of a recipe. Only our runtime has a kernel of its own for attention of pieces, on GPUs, and
+        runs products of experts beside the transfer of rows."""
         sizes = recipe.parallelism
         exchange = self.exchange_of(sizes, recipe.slices)
         pieces = Pieces(
             exchange="ring" if exchange == "keys" and not self.implementation.ours else exchange,
-            attends_again=(sizes.cp > 1 or recipe.slices > 1)
+            flash=(sizes.cp > 1 or recipe.slices > 1)
             and self.implementation.ours
             and self.hardware.torch_device != "cpu",
         )
