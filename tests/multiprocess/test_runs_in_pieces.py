@@ -96,10 +96,6 @@ PIPELINES: list[tuple[Callable[[], Pipeline], str]] = [
     (lambda: _llama(slices=2, schedule=Schedule1F1B), "slices is 2; it must be 1, as in the order: only a schedule"),
     (lambda: _llama(slices=2, schedule=generate("1f1b", 2, 2)), "slices is 2; it must be 1, as in the order"),
     (lambda: _llama(slices=0), "slices is 0; it must be an integer of at least 1"),
-    (
-        lambda: _llama(slices=2, compile_layers=True, activation_checkpointing="full"),
-        "compile_layers is True; it must be False with",
-    ),
     (lambda: _llama(slices=2, attention_dropout=0.1), "slices: attention_dropout is 0.1 in the model's config; it m"),
     (lambda: _llama(**PAIR, attention_dropout=0.1), "cp: attention_dropout is 0.1 in the model's config"),
     (

@@ -130,20 +130,6 @@ def test_pieces_of_sequences_are_runnable_where_the_model_can_be_cut() -> None:
         layouts(bloom, Space(cp=(2,), only_runnable=True))
 
 
-def test_compiled_layers_keep_everything_in_pieces_of_sequences() -> None:
-    """A checkpointed layer is compiled as one graph, which attention of pieces is no part of."""
-    given, chosen = long_problem("small", sequence=4096, kernels="compiled"), replace(RUNNABLE, tp=(1,), pp=(2,))
-    seen = {
-        (layout.parallelism.cp > 1, one.checkpointing[0])
-        for layout in layouts(given, chosen)
-        for one in configurations(given, chosen, layout, head_layers(given, layout))
-    }
-    assert seen == {(False, "least"), (True, "none")}
-    pieces = Recipe.of(pp=2, cp=2, activation_checkpointing="full")
-    assert "compile_layers is True; it must be False with activation_checkpointing" in refusal(given, pieces)
-    assert refusal(given, replace(pieces, activation_checkpointing="none")) == ""
-
-
 # --- against looking at everything ------------------------------------------------------------------------------------
 
 ALONE: dict[str, Any] = {"pp": (2, 4), "tp": (1,), "cp": (1,), "zero": (1,)}

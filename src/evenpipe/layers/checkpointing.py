@@ -128,6 +128,7 @@ PRODUCTS = [
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_fused_attention_overrideable.default,
     _aten._scaled_dot_product_attention_math.default,
+    _aten._flash_attention_forward.default,
     torch._higher_order_ops.flex_attention,
 ]
 """Kept by "selective": these cost far more time than the bytes of their results are worth. Our own are added where they
@@ -213,9 +214,10 @@ def run_checkpointed(forward: Forward, choice: str, args: tuple[Any, ...], kwarg
 class _Saved:
     """Replaces one tensor that autograd wanted to save; owned only by the graph."""
 
-    __slots__ = ("__weakref__", "tensor")
+    __slots__ = ("__weakref__", "dtype", "shape", "tensor")
 
-    def __init__(self) -> None:
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
         self.tensor: Tensor | None = None
 
 
@@ -257,7 +259,7 @@ class _Call:
 
     def forget(self, tensor: Tensor) -> _Saved:
         """Return a placeholder for a tensor of the first run."""
-        saved = _Saved()
+        saved = _Saved(tensor)
         self._saved.append(ref(saved))
         return saved
 
@@ -307,6 +309,12 @@ class _Call:
     def _found_again(self, tensor: Tensor) -> None:
         saved = self._saved[self._found]()
         if saved is not None:
+            if (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
+                raise RuntimeError(
+                    f"a checkpointed layer saved {list(saved.shape)} {saved.dtype} for its backward, but"
+                    f" {list(tensor.shape)} {tensor.dtype} in its recomputation: its forward depends on more than its"
+                    " arguments"
+                )
             saved.tensor = tensor.detach()  # its graph would keep all of the second run alive
         self._found += 1
         if self._found == len(self._saved):

@@ -18,8 +18,11 @@ of the model's own forward (masks, rotary tables, modules before and after the l
 loss, W, and the first forward with a split backward, which shows how a layer uses its linear layers. A linear layer
 that is used several times, or not on all tokens, has its weight gradient in I. Checkpointing of a compiled layer is
 torch's own, inside of the region: there it costs no host time, and the compiler drops what the backward does not need.
-If torch.compile finds no single graph (experts that loop over their tokens), a layer without checkpointing is compiled
-in pieces, and a checkpointed one is not compiled, which is logged.
+
+If torch.compile finds no single graph, a layer is compiled in pieces, which is logged: between exchanges of tensor
+ranks, attention of context ranks, slices and documents, and experts. Then "full" is our checkpointing, around the
+pieces. "selective" is what the compiler does in each piece anyway: it keeps products and computes again what lies
+between them, if that is less to keep.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -35,12 +39,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenpipe.layers.checkpointing import Checkpointing, Switch, checkpoint_layer, run_checkpointed
+from evenpipe.layers.checkpointing import Checkpointing, Switch, checkpoint_layer, checkpointed, run_checkpointed
 from evenpipe.layers.weight_gradients import SplitLayer, Taps, WeightGradients, is_trained, linear_entry
+from evenpipe.words import count
 
 logger = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]
+
+PIECES = "pieces"
+"""In place of a choice of checkpointing: a layer that is no single graph, without checkpointing inside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +87,7 @@ def compile_layer(
     forward: Forward = type(layer).forward if own is None else lambda layer, *args, **kwargs: own(*args, **kwargs)
     plain = layer.forward
     checkpoint_layer(layer, checkpointing, switch, torch_device)
-    compiled = _CompiledLayer(layer, forward, layer.forward, queue, checkpointing, switch, backend)
+    compiled = _CompiledLayer(layer, forward, layer.forward, queue, checkpointing, switch, torch_device, backend)
     layer.forward = functools.update_wrapper(compiled, plain)
 
 
@@ -94,48 +102,60 @@ class _CompiledLayer:
     _queue: WeightGradients
     _checkpointing: str
     _switch: Switch
+    _torch_device: torch.device
     _backend: str
     _once: list[SplitLayer] | None = None
     """Linear layers used once, on all tokens; known after a microbatch with a split backward."""
     _trained: list[bool] = field(default_factory=list)
     _linears: list[SplitLayer] = field(default_factory=list)
     """Linear layers with taps, as long as these weights are trainable."""
-    _gave_up: bool = False
+    _in_pieces: bool = False
+    """Whether it is known to be no single graph."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._gave_up:
-            return self._eager(*args, **kwargs)
-        try:
-            return self._call(args, kwargs)
-        except _unsupported() as error:
-            # A graph in pieces cannot be checkpointed: the second run may be split into different pieces.
-            self._gave_up = True
-            _report(type(self._layer).__name__, str(error).strip().splitlines()[0])
-            return self._eager(*args, **kwargs)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given: dict[int | str, Any] = dict(enumerate(args))
+        given.update(kwargs)
+        key = next((key for key, one in given.items() if isinstance(one, Tensor)), None)  # of the hidden states
+        if key is not None and not self._queue.takes(given[key]):
+            key = None
+        if key is not None and self._once is None:
+            return self._find_linears(given[key], args, kwargs)
         choice = self._checkpointing if torch.is_grad_enabled() and not self._switch.off else "none"
+        if not self._in_pieces:
+            try:
+                return self._run(choice, key, args, kwargs)
+            except _unsupported():
+                self._in_pieces = True
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self._run(PIECES, key, args, kwargs)
+
+        if choice == "full":
+            run = checkpointed(run, choice, self._switch, self._torch_device)
+        return run(*args, **kwargs)
+
+    def _run(self, choice: str, key: int | str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the compiled layer. key: of the hidden states among the arguments, if the backward is split."""
         plain, tapped = _compiled(self._backend, choice)
-        hidden = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
-        if hidden is None or not self._queue.takes(hidden):
-            return plain(self._forward, self._layer, choice, args, kwargs)
-        if self._once is None:
-            return self._find_linears(hidden, args, kwargs)
-        trained = [is_trained(one) for one in self._once]
-        if trained != self._trained:
-            self._trained, self._linears = trained, self._choose_linears(self._once)
-        if not self._linears:
-            return plain(self._forward, self._layer, choice, args, kwargs)
-        taps = _Taps.apply(hidden, self._linears)
-        given: list[Taps] = []
-        for index, linear in enumerate(self._linears):
-            bias = None if linear.bias is None else linear.bias.detach()
-            given.append((linear.weight.detach(), bias, taps[2 * index], taps[2 * index + 1]))
-        try:
-            return tapped(self._forward, self._layer, choice, args, kwargs, linears=self._linears, given=given)
-        except BaseException:
-            _clear_taps(self._linears)
-            raise
+        inside = "none" if choice == PIECES else choice
+        if key is not None:
+            assert self._once is not None
+            trained = [is_trained(one) for one in self._once]
+            if trained != self._trained:
+                self._trained, self._linears = trained, self._choose_linears(self._once)
+        with _counting_breaks(type(self._layer).__name__):
+            if key is None or not self._linears:
+                return plain(self._forward, self._layer, inside, args, kwargs)
+            taps = _Taps.apply(args[key] if isinstance(key, int) else kwargs[key], self._linears)
+            given: list[Taps] = []
+            for index, linear in enumerate(self._linears):
+                bias = None if linear.bias is None else linear.bias.detach()
+                given.append((linear.weight.detach(), bias, taps[2 * index], taps[2 * index + 1]))
+            try:
+                return tapped(self._forward, self._layer, inside, args, kwargs, linears=self._linears, given=given)
+            except BaseException:
+                _clear_taps(self._linears)
+                raise
 
     def _find_linears(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer uncompiled for the first time, to find the linear layers that can have taps."""
@@ -170,21 +190,35 @@ class _CompiledLayer:
         return [one for one in once if one in tapped and others.isdisjoint(one.parameters(recurse=False))]
 
 
-@functools.cache  # once
-def _report(kind: str, reason: str) -> None:
-    logger.warning("layers not compiled, because they are checkpointed and not a single graph: %s (%s)", kind, reason)
+@contextmanager
+def _counting_breaks(kind: str) -> Iterator[None]:
+    """Say once for each kind of layers how often torch.compile breaks its graph."""
+    from torch._dynamo.utils import counters
+
+    before = counters["graph_break"].total()
+    yield
+    breaks = counters["graph_break"].total() - before
+    if breaks and kind not in _told:
+        _told.add(kind)
+        logger.info("layers compiled in pieces: %s, with %s in its graph", kind, count(breaks, "break"))
+
+
+_told: set[str] = set()
 
 
 @functools.cache
 def _compiled(backend: str, choice: str) -> tuple[Forward, Forward]:
-    """Return `_run` and `_run_tapped`, for layers of one choice. Checkpointed ones must be a single graph.
+    """Return `_run` and `_run_tapped`, for layers of one choice. Checkpointed ones must be a single graph; pieces are
+    compiled for each length of a sequence, so that a repeated forward takes the same ones.
 
     Each has its own code object: torch.compile limits how often it compiles one, and when it gives up, it does so for
     all functions with that code object, including those that must be a single graph.
     """
+    options: dict[str, Any] = {"fullgraph": choice not in {"none", PIECES}}
+    if choice == PIECES:
+        options["dynamic"] = False
     return tuple(
-        torch.compile(_copy(run, f"{run.__name__}_{choice}"), backend=backend, fullgraph=choice != "none")
-        for run in (_run, _run_tapped)
+        torch.compile(_copy(run, f"{run.__name__}_{choice}"), backend=backend, **options) for run in (_run, _run_tapped)
     )  # type: ignore[return-value]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from evenpipe.attention.check import check_pieces
@@ -28,8 +27,6 @@ def refusal(problem: Problem, recipe: Recipe) -> str:
         return f"gradients in {dtypes.gradients}, masters in {dtypes.masters} and moments in {dtypes.moments}"
     try:
         sizes.check_runnable()
-        if problem.compiles and (sizes.cp > 1 or recipe.slices > 1):
-            replace(recipe, compile_layers=True).check_compiled_pieces(problem.layers)
     except InputError as error:
         return str(error)
     experts = refusal_of_experts(problem, sizes.ep)

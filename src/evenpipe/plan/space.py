@@ -238,8 +238,6 @@ def configurations(problem: Problem, space: Space, layout: Recipe, head_layers: 
                 copies = space.offload if devices > 1 else ("scheduled",)
                 choices = (cuts if shape.slices else (1,)), space.checkpointing, copies, space.host_shares
                 for slices, policy, offload, share in product(*choices):
-                    in_pieces = slices > 1 or layout.parallelism.cp > 1
-                    least = "none" if problem.compiles and in_pieces else LEAST  # `Recipe.check_compiled_pieces`
                     recipe = replace(
                         layout,
                         batch=replace(layout.batch, slices=slices),
@@ -250,7 +248,7 @@ def configurations(problem: Problem, space: Space, layout: Recipe, head_layers: 
                         activation_checkpointing="none" if policy == LEAST else policy,
                         offload=OffloadOptions(activations="scheduled" if offload == LEAST else offload),
                     )
-                    decided = {"activation_checkpointing": least if policy == LEAST else policy, "offload": offload}
+                    decided = {"activation_checkpointing": policy, "offload": offload}
                     still_open = tuple(name for name, choice in decided.items() if choice == LEAST)
                     yield Configuration(recipe=recipe, shape=shape, open=still_open, host_share=share)
 

@@ -192,14 +192,6 @@ class Recipe:
             )
         return choices
 
-    def check_compiled_pieces(self, layers: int) -> None:
-        """Raise InputError if compiled layers are checkpointed, which does not go with pieces of sequences."""
-        if self.compile_layers and any(choice != "none" for choice in self.checkpointing_of(layers)):
-            raise InputError(
-                "compile_layers is True; it must be False with activation_checkpointing and sequences in pieces: a"
-                " checkpointed layer is compiled as one graph, and the attention of pieces stays outside of graphs"
-            )
-
     def check_runnable(self) -> None:
         """Raise InputError for what estimates and plans know but the runtime does not run yet, and for slices that a
         given order does not have."""

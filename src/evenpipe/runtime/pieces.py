@@ -148,7 +148,6 @@ def _refuse_unfit(description: Description, slices: int, recipe: Recipe) -> None
         raise InputError(
             f"{option}: {name} is {share:g} in the model's config; it must be 0: evenpipe's attention drops no weights"
         )
-    recipe.check_compiled_pieces(description.layers)
     sizes = recipe.parallelism
     if sizes.context_exchange != "heads":
         return
