@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "interop": {"schedule"},
     "vocabulary": set(),
     "model": set(),
-    "layers": {"model"},
+    "layers": {"model", "vocabulary"},
     "experts": {"model", "layers"},
     "tensor": {"model", "layers"},
     "attention": {"model"},

@@ -32,9 +32,42 @@ from torch import Tensor, nn
 
 from evenpipe.layers.checkpointing import only_saves
 from evenpipe.model.linear import is_one_product, is_transposed, specialised
-from evenpipe.model.products import PLAIN, products_of
+from evenpipe.model.products import PLAIN, SUMMED, Products, products_of
+from evenpipe.vocabulary.products import writes_accumulator
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightProduct:
+    """The gradient of a weight that is not computed yet."""
+
+    products: Products
+    gradient: Tensor
+    """[n, out]"""
+    hidden: Tensor
+    """[n, in]"""
+    transposed: bool
+    """Whether the weight is [in, out], and not [out, in]."""
+
+    def compute(self) -> Tensor:
+        """Return the gradient of the weight, in the dtype of the operands."""
+        return self.products.weight_gradient(self.gradient, self.hidden, transposed=self.transposed)
+
+    @property
+    def adds_in_fp32(self) -> bool:
+        """Whether one kernel can compute it and add it to a sum in fp32: no rounding, and no tensor of its own."""
+        return self.products is PLAIN and writes_accumulator(self.hidden) and self.gradient.dtype == self.hidden.dtype
+
+    def add_to(self, total: Tensor | None) -> Tensor:
+        """Return the sum in fp32, in the memory of `total` if it is given."""
+        left, right = (self.hidden, self.gradient) if self.transposed else (self.gradient, self.hidden)
+        if total is None:
+            return torch.mm(left.t(), right, out_dtype=torch.float32)
+        return torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)
+
+
+Gradients = tuple[Tensor | WeightProduct, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -43,9 +76,10 @@ class Entry:
 
     parameters: tuple[nn.Parameter, ...]
     """The parameters of `gradients`, in this order."""
-    gradients: Callable[[], tuple[Tensor, ...]]
-    """Called once, without grad mode: returns new tensors, which become `.grad` or are added to it. Only the tensors in
-    the callable (detached ones) stay between I and W; it is released with the entry."""
+    gradients: Callable[[], Gradients]
+    """Called once, without grad mode: returns new tensors, which become `.grad` or are added to it, or products that
+    give such tensors. Only the tensors in the callable (detached ones) stay between I and W; it is released with the
+    entry."""
     source: Source | None = None
     """Gathers the layer's input again before it is needed."""
     saved: Tensor | None = None
@@ -107,8 +141,12 @@ class WeightGradients:
                 under_way = _start_next(sources, under_way)
             for parameter, gradient in zip(entry.parameters, entry.gradients(), strict=True):
                 number = id(parameter)
-                summed = sums.pop(number).add_(gradient) if number in sums else gradient
                 uses[number] -= 1
+                if number not in sums and not uses[number]:
+                    accumulate(parameter, gradient)
+                    continue
+                part = gradient.compute() if isinstance(gradient, WeightProduct) else gradient
+                summed = sums.pop(number).add_(part) if number in sums else part
                 if uses[number]:
                     sums[number] = summed
                 else:
@@ -131,13 +169,24 @@ def _start_next(entries: list[Entry], source: Source | None) -> Source | None:
     return None
 
 
-def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+def accumulate(parameter: nn.Parameter, gradient: Tensor | WeightProduct) -> None:
     """Add a gradient as autograd would, with the hooks that Python can see. Every gradient of a W passes here.
+
+    That of a parameter with a sum in fp32 (`parallel.gradients.AddTo`) is added there by the product itself, if that
+    can.
 
     `Tensor.register_hook` may replace the gradient, then it becomes `.grad` or is added to it, then those of
     `register_post_accumulate_grad_hook` run. Hooks on the parameter's node of the graph do not. In a pipeline these are
     hooks of the library: it sets aside those of users (`runtime/gradient_hooks.py`).
     """
+    if isinstance(gradient, WeightProduct):
+        summed = getattr(parameter, SUMMED, None)
+        if summed is not None and gradient.adds_in_fp32 and parameter.grad is None and not parameter._backward_hooks:
+            summed.grad = gradient.add_to(summed.grad)
+            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(parameter)
+            return
+        gradient = gradient.compute()
     for replace in list((parameter._backward_hooks or {}).values()):
         replaced = replace(gradient)
         gradient = gradient if replaced is None else replaced
@@ -276,7 +325,7 @@ class SplitLayer(nn.Module):
             if sums is not None and x.requires_grad and torch.is_grad_enabled():
                 output = sums.result = _Linear.apply(x, self, source, sums)
                 return output
-            if source is not None or self._weight_gradients.takes(x):
+            if source is not None or self._weight_gradients.takes(x) or _adds_in_fp32(self, x):
                 return _Linear.apply(x, self, source, None)
         return super().forward(x)
 
@@ -289,6 +338,13 @@ def is_trained(layer: SplitLayer) -> bool:
     """Return whether the weight has a gradient. If not, that of the bias is cheap to compute at once."""
     weight = layer._parameters["weight"]  # module attributes are slow
     return weight is not None and weight.requires_grad
+
+
+def _adds_in_fp32(layer: SplitLayer, hidden: Tensor) -> bool:
+    """Return whether the weight's gradient can be added to a sum in fp32 by its product."""
+    weight = layer._parameters["weight"]
+    summed = hasattr(weight, SUMMED) and writes_accumulator(hidden) and products_of(layer) is PLAIN
+    return summed and hidden.requires_grad and torch.is_grad_enabled()
 
 
 class _Linear(torch.autograd.Function):
@@ -382,10 +438,10 @@ def linear_entry(
     weight, bias = layer._parameters["weight"], layer._parameters["bias"]
     assert weight is not None
 
-    def of_weight() -> Tensor:
+    def of_weight() -> WeightProduct:
         whole = hidden if source is None else source.whole(hidden)
         rows, columns = gradient.reshape(-1, gradient.shape[-1]), whole.reshape(-1, whole.shape[-1])
-        return products_of(layer).weight_gradient(rows, columns, transposed=layer.transposed)
+        return WeightProduct(products_of(layer), rows, columns, layer.transposed)
 
     again = None if source is None else hidden
     if bias is None or not bias.requires_grad:

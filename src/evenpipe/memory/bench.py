@@ -16,7 +16,7 @@ from evenpipe.experts.adopt import OwnExperts, Spread
 from evenpipe.experts.routing import Routing
 from evenpipe.layers.checkpointing import Checkpointing, Switch
 from evenpipe.layers.entrance import StageGraph
-from evenpipe.layers.weight_gradients import Entry, SplitBackward, WeightGradients
+from evenpipe.layers.weight_gradients import Entry, Gradients, SplitBackward, WeightGradients
 from evenpipe.memory.bytes import PartBytes, PassPeaks, StageBytes
 from evenpipe.memory.exchange import FirstMember, FirstRank
 from evenpipe.memory.lines import Peak, at, highest
@@ -169,7 +169,7 @@ class _Queue(WeightGradients):
         entry.gradients = partial(self._gradients, parameter, entry.gradients)
         super().add(entry)
 
-    def _gradients(self, parameter: nn.Parameter, gradients: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def _gradients(self, parameter: nn.Parameter, gradients: Callable[[], Gradients]) -> Gradients:
         self._at(parameter)
         return gradients()
 

@@ -91,6 +91,9 @@ class Products:
 
 PLAIN = Products()
 
+SUMMED = "_summed"
+"""Attribute of a parameter in the dtype of the computation: what its gradients are added to, as `.grad`, in fp32."""
+
 
 def products_of(layer: nn.Module) -> Products:
     """Return the products of a linear layer, or of a module of experts."""

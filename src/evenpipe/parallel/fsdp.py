@@ -223,7 +223,7 @@ class ShardedModule:
             for parameter, (_, whole) in zip(self._parameters, self._whole(), strict=True):
                 parameter.whole = whole
                 if whole.dtype != parameter.master.dtype:
-                    whole.requires_grad_().register_post_accumulate_grad_hook(AddTo(parameter.summed))
+                    AddTo(parameter.summed).register(whole.requires_grad_())
                     whole.requires_grad_(parameter.master.requires_grad)
 
     def gradient(self, name: str) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from evenpipe.communication.communicator import Communicator, Handle
 from evenpipe.model.placement import Held
+from evenpipe.model.products import SUMMED
 
 IN_PLACE_ELEMENTS = 1 << 18
 """Gradients of so many elements are summed in place; smaller ones of a part are copied into one bucket."""
@@ -214,6 +215,12 @@ class AddTo:
 
     def __init__(self, other: Accumulated) -> None:
         self._other = other
+
+    def register(self, parameter: Tensor) -> None:
+        """Become a hook of a parameter, and tell products that can add by themselves where to."""
+        parameter.register_post_accumulate_grad_hook(self)
+        if self._other.dtype == torch.float32:
+            setattr(parameter, SUMMED, self._other)
 
     def __call__(self, parameter: Tensor) -> None:
         gradient = parameter.grad

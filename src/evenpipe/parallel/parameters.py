@@ -96,7 +96,7 @@ class StageParameters:
             self._masters[name] = parameter
             if parameter.dtype != compute_dtype and name not in kept:
                 copy = nn.Parameter(parameter.detach().to(compute_dtype))
-                copy.register_post_accumulate_grad_hook(AddTo(parameter))
+                AddTo(parameter).register(copy)
                 _replace(module, name, copy)
                 self._copies[name] = copy
         self.follow_flags()

@@ -33,7 +33,7 @@ def cpu_has_bf16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _writes_accumulator(operand: Tensor) -> bool:
+def writes_accumulator(operand: Tensor) -> bool:
     """Return whether torch's product of this dtype on this device writes its fp32 accumulators as fp32."""
     return operand.dtype == torch.bfloat16 and operand.is_cuda
 
@@ -46,7 +46,7 @@ def _multiplies_natively(operand: Tensor) -> bool:
 def _widens(operand: Tensor) -> bool:
     """Return whether products of this dtype are so slow here that both factors are widened first."""
     narrow = operand.dtype != accumulator_dtype(operand.dtype)
-    return narrow and not (_writes_accumulator(operand) or _multiplies_natively(operand))
+    return narrow and not (writes_accumulator(operand) or _multiplies_natively(operand))
 
 
 def vocabulary_slices(rows: int, size: int = SLICE_ROWS) -> Iterator[slice]:
@@ -64,7 +64,7 @@ def logits_product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
     """Compute out = X W^T, with `out` in `logits_dtype`."""
     if hidden.dtype == out.dtype:
         torch.mm(hidden, weight.t(), out=out)
-    elif _writes_accumulator(hidden):
+    elif writes_accumulator(hidden):
         torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
     else:
         hidden = hidden.to(out.dtype)
@@ -76,7 +76,7 @@ def _multiplies_into(left: Tensor, right: Tensor, out: Tensor, *, add: bool) -> 
     """Compute out = left right, or out += left right, if torch can do so at once and fast; else return False."""
     if left.dtype == right.dtype == out.dtype and not _widens(out):
         torch.addmm(out, left, right, beta=int(add), out=out)
-    elif not _writes_accumulator(right):
+    elif not writes_accumulator(right):
         return False
     elif add:
         torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
