@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layers": {"model", "vocabulary"},
     "experts": {"model", "layers"},
     "tensor": {"model", "layers"},
-    "attention": {"model"},
+    "attention": {"model", "vocabulary"},
     "processes": set(),
     "communication": {"processes"},
     "costs": {"schedule", "vocabulary", "model", "experts", "recipe"},

@@ -82,6 +82,7 @@ def test_a_slice_looks_at_all_before_it_and_at_its_own_diagonal() -> None:
     assert [(look.keys, look.how) for look in block.looks] == [(slice(0, 40), "all"), (slice(40, 60), "diagonal")]
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kernel", ["_Kernel", "_Flash", "FlexAttention"])
 def test_kernels_compute_what_a_mask_would(kernel: str, sample, monkeypatch) -> None:
     """With shared heads of keys, values smaller than queries, and queries that see nothing."""

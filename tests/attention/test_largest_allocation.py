@@ -1,5 +1,6 @@
 """On a GPU no mask of all pairs of tokens is ever there: the largest allocation of a layer, forward and backward, grows
-in proportion to the tokens, with context ranks, slices and documents."""
+in proportion to the tokens, with context ranks, slices and documents. Nor does the host wait: on torch's meta device
+there is nothing to wait for."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from evenpipe.attention.blocks import causal_blocks
+from evenpipe.vocabulary.copies import to_device
 
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
 """Sizes of heads that the kernel takes."""
@@ -109,8 +110,8 @@ def _round(collected: _Collected, of_queries: Tensor, of_keys: Tensor, batch: in
     return Round(
         queries=_index(collected.queries, of_queries, batch, torch_device),
         keys=_index([one for ranges in collected.keys for one in ranges], of_keys, batch, torch_device),
-        query_ends=_ends(query_lengths).to(torch_device),
-        key_ends=_ends(key_lengths).to(torch_device),
+        query_ends=to_device(_ends(query_lengths), torch_device),
+        key_ends=to_device(_ends(key_lengths), torch_device),
         most_queries=max(2, *query_lengths),
         most_keys=max(key_lengths),
         total_keys=sum(key_lengths),
@@ -123,7 +124,7 @@ def _index(ranges: Sequence[tuple[int, slice]], order: Tensor, batch: int, torch
     tokens = torch.cat([order[places] for _, places in ranges])
     if torch.equal(rows * len(order) + tokens, torch.arange(batch * len(order))):
         return None
-    return Index(rows.to(torch_device), tokens.to(torch_device))
+    return Index(to_device(rows, torch_device), to_device(tokens, torch_device))
 
 
 def _ends(lengths: Sequence[int]) -> Tensor:

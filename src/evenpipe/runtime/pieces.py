@@ -31,6 +31,7 @@ from evenpipe.recipe.layout import ModelCosts
 from evenpipe.recipe.recipe import Recipe
 from evenpipe.runtime.batch import Batch, Microbatch
 from evenpipe.runtime.inputs import Divisor
+from evenpipe.vocabulary.copies import to_device
 from evenpipe.words import count
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,9 @@ class Cutter:
         documents = None if positions is None or mask is not None else documents_of(positions)
         packed = None if documents is None else positions
         torch_device = microbatch.weights.device
-        documents_there, valid_there = (None if one is None else one.to(torch_device) for one in (documents, valid))
+        documents_there, valid_there = (
+            None if one is None else to_device(one, torch_device) for one in (documents, valid)
+        )
         positions, mask = microbatch.position_ids, microbatch.attention_mask
         ranks, rank = (1, 0) if self.context is None else (self.context.size, self.context.rank)
         exchange: Exchange = self.context if isinstance(self.context, ContextRanks) else Alone()
@@ -90,11 +93,11 @@ class Cutter:
             places = places_of_ranks(start, end, ranks, packed)
             known += places
             own = places[rank]
-            here = own.to(torch_device)
+            here = to_device(own, torch_device)
             on_host = OnHost(own if heads is None else torch.cat(places), torch.cat(known), documents, valid)
             sight = Sight(
-                queries=here if heads is None else on_host.queries.to(torch_device),
-                keys=on_host.keys.to(torch_device),
+                queries=here if heads is None else to_device(on_host.queries, torch_device),
+                keys=to_device(on_host.keys, torch_device),
                 exchange=exchange,
                 length=length,
                 positions=positions,
