@@ -139,22 +139,28 @@ class WeightGradients:
             entry = entries.pop()  # its tensors are released one after the other
             if entry.source is not None and entry.source is under_way:
                 under_way = _start_next(sources, under_way)
-            for parameter, gradient in zip(entry.parameters, entry.gradients(), strict=True):
-                number = id(parameter)
-                uses[number] -= 1
-                if number not in sums and not uses[number]:
-                    accumulate(parameter, gradient)
-                    continue
-                part = gradient.compute() if isinstance(gradient, WeightProduct) else gradient
-                summed = sums.pop(number).add_(part) if number in sums else part
-                if uses[number]:
-                    sums[number] = summed
-                else:
-                    accumulate(parameter, summed)
+            _add_uses(entry, uses, sums)
 
     def clear(self) -> None:
         self._entries.clear()
         self.under_way = None
+
+
+def _add_uses(entry: Entry, uses: Counter[int], sums: dict[int, Tensor]) -> None:
+    """Add the gradients of parameters that are not used again in this W, and to `sums` those of others. A function of
+    its own, which keeps no tensor."""
+    for parameter, gradient in zip(entry.parameters, entry.gradients(), strict=True):
+        number = id(parameter)
+        uses[number] -= 1
+        if number not in sums and not uses[number]:
+            accumulate(parameter, gradient)
+            continue
+        part = gradient.compute() if isinstance(gradient, WeightProduct) else gradient
+        summed = sums.pop(number).add_(part) if number in sums else part
+        if uses[number]:
+            sums[number] = summed
+        else:
+            accumulate(parameter, summed)
 
 
 def _start_next(entries: list[Entry], source: Source | None) -> Source | None:
