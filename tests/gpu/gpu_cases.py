@@ -395,10 +395,7 @@ def marks(torch_device: str) -> Figures:
 BF16 = {
     "1f1b, vocab-2": {},
     "zbv, vocab-2": {"schedule": "zbv"},
-    **{
-        name: LAYOUTS[name]
-        for name in ("tensor ranks", "context ranks, keys", "context ranks, heads", "slices", "documents")
-    },
+    **{name: LAYOUTS[name] for name in ("tensor ranks", "context ranks, keys", "slices", "documents")},
     "experts": LAYOUTS["experts"] | {"model": "mixtral, every expert"},
 }
 
