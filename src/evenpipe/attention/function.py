@@ -6,9 +6,9 @@
              else: save queries, own keys and values, result and log-sum-exp; blocks of queries look only at the keys
              that they may see. On a GPU of masks that are causal, perhaps with a window, in bf16 or fp16.
     _Again   everything else: saves queries, own keys and values, and the backward runs the function again, on a GPU
-             FlexAttention, with a mask by blocks, where the config names a fused kernel (for windows, chunks and, with
-             "flex_attention", soft-caps and sinks); else the family's own with a mask of all pairs (attention written
-             in Python, fp64)
+             FlexAttention, with a mask by blocks, where the config names a fused kernel (for fp32, chunks, windows
+             beside padding and, with "flex_attention", soft-caps and sinks); else the family's own with a mask of all
+             pairs (attention written in Python, fp64)
 
 All save through `save_for_backward`, so that checkpointing and offload see every tensor, and keep no mask.
 """
