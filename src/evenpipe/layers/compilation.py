@@ -111,6 +111,8 @@ class _CompiledLayer:
     """Linear layers with taps, as long as these weights are trainable."""
     _in_pieces: bool = False
     """Whether it is known to be no single graph."""
+    _ran: bool = False
+    """Whether it has run compiled."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given: dict[int | str, Any] = dict(enumerate(args))
@@ -136,6 +138,14 @@ class _CompiledLayer:
 
     def _run(self, choice: str, key: int | str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the compiled layer. key: of the hidden states among the arguments, if the backward is split."""
+        if self._ran:
+            return self._run_compiled(choice, key, args, kwargs)
+        with _counting_breaks(type(self._layer).__name__):
+            result = self._run_compiled(choice, key, args, kwargs)
+        self._ran = True
+        return result
+
+    def _run_compiled(self, choice: str, key: int | str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plain, tapped = _compiled(self._backend, choice)
         inside = "none" if choice == PIECES else choice
         if key is not None:
@@ -143,19 +153,18 @@ class _CompiledLayer:
             trained = [is_trained(one) for one in self._once]
             if trained != self._trained:
                 self._trained, self._linears = trained, self._choose_linears(self._once)
-        with _counting_breaks(type(self._layer).__name__):
-            if key is None or not self._linears:
-                return plain(self._forward, self._layer, inside, args, kwargs)
-            taps = _Taps.apply(args[key] if isinstance(key, int) else kwargs[key], self._linears)
-            given: list[Taps] = []
-            for index, linear in enumerate(self._linears):
-                bias = None if linear.bias is None else linear.bias.detach()
-                given.append((linear.weight.detach(), bias, taps[2 * index], taps[2 * index + 1]))
-            try:
-                return tapped(self._forward, self._layer, inside, args, kwargs, linears=self._linears, given=given)
-            except BaseException:
-                _clear_taps(self._linears)
-                raise
+        if key is None or not self._linears:
+            return plain(self._forward, self._layer, inside, args, kwargs)
+        taps = _Taps.apply(args[key] if isinstance(key, int) else kwargs[key], self._linears)
+        given: list[Taps] = []
+        for index, linear in enumerate(self._linears):
+            bias = None if linear.bias is None else linear.bias.detach()
+            given.append((linear.weight.detach(), bias, taps[2 * index], taps[2 * index + 1]))
+        try:
+            return tapped(self._forward, self._layer, inside, args, kwargs, linears=self._linears, given=given)
+        except BaseException:
+            _clear_taps(self._linears)
+            raise
 
     def _find_linears(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer uncompiled for the first time, to find the linear layers that can have taps."""

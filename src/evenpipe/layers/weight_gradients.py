@@ -57,7 +57,7 @@ class WeightProduct:
     @property
     def adds_in_fp32(self) -> bool:
         """Whether one kernel can compute it and add it to a sum in fp32: no rounding, and no tensor of its own."""
-        return self.products is PLAIN and writes_accumulator(self.hidden) and self.gradient.dtype == self.hidden.dtype
+        return _writes_fp32(self.products, self.hidden) and self.gradient.dtype == self.hidden.dtype
 
     def add_to(self, total: Tensor | None) -> Tensor:
         """Return the sum in fp32, in the memory of `total` if it is given."""
@@ -65,6 +65,10 @@ class WeightProduct:
         if total is None:
             return torch.mm(left.t(), right, out_dtype=torch.float32)
         return torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)
+
+
+def _writes_fp32(products: Products, operand: Tensor) -> bool:
+    return products is PLAIN and writes_accumulator(operand)
 
 
 Gradients = tuple[Tensor | WeightProduct, ...]
@@ -349,7 +353,7 @@ def is_trained(layer: SplitLayer) -> bool:
 def _adds_in_fp32(layer: SplitLayer, hidden: Tensor) -> bool:
     """Return whether the weight's gradient can be added to a sum in fp32 by its product."""
     weight = layer._parameters["weight"]
-    summed = hasattr(weight, SUMMED) and writes_accumulator(hidden) and products_of(layer) is PLAIN
+    summed = hasattr(weight, SUMMED) and _writes_fp32(products_of(layer), hidden)
     return summed and hidden.requires_grad and torch.is_grad_enabled()
 
 

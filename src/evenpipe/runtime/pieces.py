@@ -75,15 +75,14 @@ class Cutter:
 
     def _cut(self, microbatch: Microbatch, ends: Sequence[int]) -> Iterator[Microbatch]:
         rows, length = microbatch.token_ids.shape
-        positions, mask = microbatch.on_host
-        valid = None if mask is None else mask.bool()
-        documents = None if positions is None or mask is not None else documents_of(positions)
-        packed = None if documents is None else positions
-        torch_device = microbatch.weights.device
+        positions, mask, torch_device = microbatch.position_ids, microbatch.attention_mask, microbatch.weights.device
+        positions_here, mask_here = microbatch.on_host
+        valid = None if mask_here is None else mask_here.bool()
+        documents = None if positions_here is None or mask_here is not None else documents_of(positions_here)
+        packed = None if documents is None else positions_here
         documents_there, valid_there = (
             None if one is None else to_device(one, torch_device) for one in (documents, valid)
         )
-        positions, mask = microbatch.position_ids, microbatch.attention_mask
         ranks, rank = (1, 0) if self.context is None else (self.context.size, self.context.rank)
         exchange: Exchange = self.context if isinstance(self.context, ContextRanks) else Alone()
         heads = self.context if isinstance(self.context, HeadRanks) else None
