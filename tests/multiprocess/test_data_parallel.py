@@ -116,12 +116,15 @@ def in_two_passes() -> None:
     """
     everyone = range(dist.get_world_size())
     shards = Communicators([("dp", [everyone])], timeout_seconds=GROUP_TIMEOUT.total_seconds())["dp"]
-    linear = nn.Linear(2, 3, bias=False)
-    nn.init.ones_(linear.weight)
-    holder = nn.ModuleList([linear, nn.LayerNorm(3, bias=False)])
+    with torch.device("meta"):
+        linear = nn.Linear(2, 3, bias=False)
+        holder = nn.ModuleList([linear, nn.LayerNorm(3, bias=False)])
     options = {"compute_dtype": torch.bfloat16, "what": "a layer", "kept": ("1.weight",)}
-    sharded = ShardedModule(holder, [*holder], shards, **options)
+    sharded = ShardedModule(holder, [*holder], shards, torch_device=torch.device("cpu"), **options)
     (_, held), (_, kept) = sharded
+    for one in (held, kept):
+        assert one.tensor.isnan().all()
+        one.fill(torch.ones(one.placement.shape))
     master, start = held.tensor, held.placement.ranges(0)[0].start
     sharded.gather()
     sharded.ready()

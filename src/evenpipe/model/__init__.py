@@ -14,7 +14,16 @@ from evenpipe.model.flops import arranging_flops, head_flops, layer_flops, train
 from evenpipe.model.initialization import initial_rows, initialize
 from evenpipe.model.live import check_values, left_out
 from evenpipe.model.live_forward import check_forward
-from evenpipe.model.loading import as_stored, copy_parameters, fill_parameters, fill_rows, load_parameters, load_rows
+from evenpipe.model.loading import (
+    as_stored,
+    copy_parameters,
+    drawn_parameters,
+    fill_parameters,
+    fill_rows,
+    live_tensor,
+    load_parameters,
+    load_rows,
+)
 from evenpipe.model.modules import ModuleStage, describe_modules
 from evenpipe.model.names import disk_tensors
 from evenpipe.model.origin import STORED_DTYPES, Origin, read_files, stored_dtypes
@@ -46,6 +55,7 @@ __all__ = [
     "describe",
     "describe_modules",
     "disk_tensors",
+    "drawn_parameters",
     "dtypes_to_write",
     "fill_parameters",
     "fill_rows",
@@ -55,6 +65,7 @@ __all__ = [
     "initialize",
     "layer_flops",
     "left_out",
+    "live_tensor",
     "load_parameters",
     "load_rows",
     "persistent_buffers",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,6 +19,8 @@ from transformers import PreTrainedModel
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description
 from evenpipe.model.experts import fused_experts
+from evenpipe.model.modules import ModuleStage
+from evenpipe.model.placement import Held
 from evenpipe.model.rules import (
     Unit,
     children_first,
@@ -29,19 +32,29 @@ from evenpipe.model.rules import (
     untouched,
 )
 from evenpipe.model.stage import Stage
-from evenpipe.model.structure import embedding_of, meta_matrix
+from evenpipe.model.structure import embedding_of, meta_matrix, persistent_buffers
 from evenpipe.model.transform import added_modules, reset_added
 from evenpipe.words import count
 
 BLOCK_ROWS = 256
 
 
-def initialize(stage: Stage, description: Description, seed: int) -> None:
+def held_by(stage: Stage | ModuleStage, description: Description) -> dict[str, Held[torch.Tensor]]:
+    """Return what a stage holds of the tensors in a checkpoint, its parameters and persistent buffers, by name."""
+    shapes = description.shapes
+    stored = (*stage.named_parameters(), *persistent_buffers(stage))
+    return {name: Held(tensor, stage.placement_of(name, shapes[name])) for name, tensor in stored}
+
+
+def initialize(
+    stage: Stage, description: Description, seed: int, held: Mapping[str, Held[torch.Tensor]] | None = None
+) -> None:
     """Draw all parameters of a stage, with the same values for every cut and device, and except for a cast every dtype.
 
     Args:
         stage: from `build_stage`.
         seed: the run's seed. `initial_rows` draws the vocabulary matrices.
+        held: this process's parts of the parameters, by name, if they are not in the stage.
 
     Raises:
         InputError: transformers has no rule for one of the parameters.
@@ -52,16 +65,17 @@ def initialize(stage: Stage, description: Description, seed: int) -> None:
     fused = {f"{name}.{key}" for name, module in experts.items() for key in module._parameters}
     added = {inner for _, module in added_modules(stage.whole, description.added) for inner in module.modules()}
     shapes |= {name: torch.Size([1, *shape[1:]]) for name, shape in shapes.items() if name in fused}
+    draw = _Draw(stage, shapes, held or held_by(stage, description))
     with undisturbed(), torch.no_grad(), meta_matrix(embedding):
         for unit in units(stage.whole, structure.layers_name):
-            with _drawing(stage, shapes, unit.name, unit.module.named_modules(), fused) as drawn:
+            with draw.blank(unit.name, unit.module.named_modules(), fused) as drawn:
                 if drawn:
                     unit.apply_rules(seed)
                     torch.default_generator.manual_seed(seed_of(seed, unit.name, "as constructed"))
                     unit.fill_gaps(lambda module: {} if module in added else module._parameters)
         for name, module, owner in children_first(stage.whole, "", stage.whole):
             if structure.layers_name.startswith(f"{name}."):  # a model around the list of layers
-                with _drawing(stage, shapes, name, [("", module)]) as drawn:
+                with draw.blank(name, [("", module)]) as drawn:
                     if drawn:
                         torch.default_generator.manual_seed(seed_of(seed, name))
                         owner._init_weights(module)
@@ -71,67 +85,75 @@ def initialize(stage: Stage, description: Description, seed: int) -> None:
         for unit in units(model, structure.layers_name):
             for name in experts:
                 if f"{name}.".startswith(f"{unit.name}."):
-                    _draw_experts(stage, unit, name, seed)
+                    _draw_experts(draw.held, unit, name, seed)
 
 
-def initialize_added(stage: Stage, description: Description, seed: int) -> None:
+def initialize_added(
+    stage: Stage, description: Description, seed: int, held: Mapping[str, Held[torch.Tensor]] | None = None
+) -> None:
     """Draw the parameters of a stage that transforms have added, likewise, by `reset_parameters` of their modules."""
-    shapes = description.shapes
+    draw = _Draw(stage, description.shapes, held or held_by(stage, description))
     for name, module in added_modules(stage.whole, description.added):
-        with torch.no_grad(), _drawing(stage, shapes, name, module.named_modules()):
+        with torch.no_grad(), draw.blank(name, module.named_modules()):
             reset_added(name, module, seed)
 
 
-@contextlib.contextmanager
-def _drawing(
-    stage: Stage,
-    shapes: Mapping[str, torch.Size],
-    name: str,
-    modules: Iterable[tuple[str, nn.Module]],
-    discarded: Collection[str] = (),
-) -> Iterator[list[str]]:
-    """Replace the direct parameters of these modules by blank whole ones, and copy the stage's part of those back on
-    exit.
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """Draws whole parameters of a stage, of which this process keeps its part."""
 
-    Stand-ins for parameters of other stages are plain tensors without memory, to which no rule can write: meanwhile
-    they have memory. Yields the names of the parameters within their modules; without any, nothing is replaced.
+    stage: Stage
+    shapes: Mapping[str, torch.Size]
+    """Of what is drawn at once: a parameter, or one expert of it."""
+    held: Mapping[str, Held[torch.Tensor]]
+
+    @contextlib.contextmanager
+    def blank(
+        self, name: str, modules: Iterable[tuple[str, nn.Module]], discarded: Collection[str] = ()
+    ) -> Iterator[list[str]]:
+        """Replace the direct parameters of these modules by blank whole ones, and keep this process's part of those on
+        exit.
+
+        Stand-ins for parameters of other stages are plain tensors without memory, to which no rule can write: meanwhile
+        they have memory. Yields the names of the parameters within their modules; without any, nothing is replaced.
+
+        Args:
+            name: of the module around the modules, which have their names in it.
+            discarded: parameters that are not kept.
+        """
+        replaced: list[tuple[nn.Module, str, nn.Parameter | None, str]] = []
+        elsewhere = []
+        for inner, module in modules:
+            for key, parameter in module._parameters.items():
+                full = ".".join(part for part in (name, inner, key) if part)
+                if parameter is not None or full in self.stage.held:  # rules want one that another rank holds, too
+                    replaced.append((module, key, parameter, full))
+            tensors = [(key, value) for key, value in vars(module).items() if isinstance(value, torch.Tensor)]
+            elsewhere += [(module, key, value) for key, value in tensors]
+        if not replaced:
+            yield []
+            return
+        try:
+            for module, key, stand_in in elsewhere:
+                setattr(module, key, torch.empty(stand_in.shape))
+            for module, key, _, full in replaced:
+                module._parameters[key] = _blank(self.shapes[full])
+            yield [key for _, key, _, _ in replaced]
+            for module, key, parameter, full in replaced:
+                if parameter is not None and full not in discarded:
+                    self.held[full].fill(module.get_parameter(key))
+        finally:
+            for module, key, parameter, _ in replaced:
+                module._parameters[key] = parameter
+            for module, key, stand_in in elsewhere:
+                setattr(module, key, stand_in)
+
+
+def _draw_experts(parts: Mapping[str, Held[torch.Tensor]], unit: Unit, name: str, seed: int) -> None:
+    """Draw the experts of a module that a process holds, one after the other.
 
     Args:
-        shapes: of the blank parameters.
-        name: of the module around the modules, which have their names in it.
-        discarded: parameters that are not copied back.
-    """
-    held: list[tuple[nn.Module, str, nn.Parameter | None, str]] = []
-    elsewhere = []
-    for inner, module in modules:
-        for key, parameter in module._parameters.items():
-            full = ".".join(part for part in (name, inner, key) if part)
-            if parameter is not None or full in stage.held:  # rules want one that another rank holds, too
-                held.append((module, key, parameter, full))
-        elsewhere += [(module, key, value) for key, value in vars(module).items() if isinstance(value, torch.Tensor)]
-    if not held:
-        yield []
-        return
-    try:
-        for module, key, stand_in in elsewhere:
-            setattr(module, key, torch.empty(stand_in.shape))
-        for module, key, _, full in held:
-            module._parameters[key] = _blank(shapes[full])
-        yield [key for _, key, _, _ in held]
-        for module, key, parameter, full in held:
-            if parameter is not None and full not in discarded:
-                parameter.copy_(stage.part_of(full, module.get_parameter(key)))
-    finally:
-        for module, key, parameter, _ in held:
-            module._parameters[key] = parameter
-        for module, key, stand_in in elsewhere:
-            setattr(module, key, stand_in)
-
-
-def _draw_experts(stage: Stage, unit: Unit, name: str, seed: int) -> None:
-    """Draw the experts of a module that a stage holds, one after the other.
-
-    Args:
+        parts: of parameters, by name.
         unit: of the skeleton; its rules draw the experts, or those of a module around them.
         name: of the module with the experts.
     """
@@ -140,17 +162,11 @@ def _draw_experts(stage: Stage, unit: Unit, name: str, seed: int) -> None:
         for entry in children_first(unit.module, unit.name, unit.owner)
         if f"{name}.".startswith(f"{entry[0]}.")  # from the experts outwards
     ]
-    held = [
-        (key, parameter, stage.placement_of(f"{name}.{key}", around[0][1].get_parameter(key).shape))
-        for key, parameter in stage.whole.get_submodule(name)._parameters.items()
-        if parameter is not None
-    ]
-    numbers = {key: [number for one in placement.ranges(0) for number in one] for key, _, placement in held}
-    for number in sorted({number for some in numbers.values() for number in some}):
+    held = {key: part for key in around[0][1]._parameters if (part := parts.get(f"{name}.{key}")) is not None}
+    for number in sorted({one for part in held.values() for run in part.placement.ranges(0) for one in run}):
         drawn = _drawn_expert(around, seed, number)
-        for key, parameter, placement in held:
-            if number in numbers[key]:
-                parameter[numbers[key].index(number)].copy_(placement.of_entries(1).of(drawn[key])[0])
+        for key, part in held.items():
+            part.fill(drawn[key], start=number)
 
 
 def _drawn_expert(

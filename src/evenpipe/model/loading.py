@@ -7,7 +7,7 @@ executed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,27 +16,36 @@ from torch import nn
 
 from evenpipe.errors import InputError
 from evenpipe.model.description import Description, describe
-from evenpipe.model.initialization import initial_rows, initialize, initialize_added
+from evenpipe.model.initialization import held_by, initial_rows, initialize, initialize_added
 from evenpipe.model.modules import ModuleStage
+from evenpipe.model.placement import Held
 from evenpipe.model.stage import Stage
-from evenpipe.model.structure import persistent_buffers
 from evenpipe.model.weight_files import WeightFiles, listed
 from evenpipe.words import count
 
 
-def fill_parameters(stage: Stage | ModuleStage, description: Description, seed: int = 0) -> None:
+def fill_parameters(
+    stage: Stage | ModuleStage,
+    description: Description,
+    seed: int = 0,
+    held: Mapping[str, Held[torch.Tensor]] | None = None,
+) -> None:
     """Fill a stage with the weights of its description's live model or folder, or else with fresh ones; what transforms
-    have added to the model begins fresh."""
+    have added to the model begins fresh.
+
+    held: this process's parts of its parameters and persistent buffers, by name, if they are not in the stage; no other
+        tensor is made on their device.
+    """
     if description.model is not None:
-        copy_parameters(stage, description)
+        copy_parameters(stage, description, held)
     elif description.source is not None:
-        load_parameters(stage, description, description.source)
+        load_parameters(stage, description, description.source, held)
     else:
         assert isinstance(stage, Stage)
-        initialize(stage, description, seed)
-    if _drawn(description):
+        initialize(stage, description, seed, held)
+    if drawn_parameters(description):
         assert isinstance(stage, Stage)
-        initialize_added(stage, description, seed)
+        initialize_added(stage, description, seed, held)
 
 
 def fill_rows(description: Description, name: str, start: int, stop: int, seed: int = 0) -> torch.Tensor:
@@ -52,21 +61,19 @@ def fill_rows(description: Description, name: str, start: int, stop: int, seed: 
     return initial_rows(description, name, start, stop, seed)
 
 
-def copy_parameters(stage: Stage | ModuleStage, description: Description) -> None:
+def copy_parameters(
+    stage: Stage | ModuleStage, description: Description, held: Mapping[str, Held[torch.Tensor]] | None = None
+) -> None:
     """Copy a stage's parameters and buffers from the description's live model, those that are not saved too.
 
-    Parameters frozen there (`requires_grad` off) become frozen here.
+    held: as of `fill_parameters`.
     """
     assert description.model is not None
     with torch.no_grad():
-        drawn = _drawn(description)
-        for name, held in _stored(stage):
-            if name in drawn:
-                continue
-            parent, _, attribute = name.rpartition(".")
-            given = getattr(description.model.get_submodule(parent), attribute)
-            held.copy_(stage.part_of(name, given))
-            held.requires_grad_(given.requires_grad and held.requires_grad)
+        drawn = drawn_parameters(description)
+        for name, part in (held or held_by(stage, description)).items():
+            if name not in drawn:
+                part.fill(live_tensor(description, name))
         if isinstance(stage, Stage):  # modules of plain models were copied with their buffers
             _copy_unsaved(stage.whole, description.model)
 
@@ -81,21 +88,35 @@ def _copy_unsaved(whole: nn.Module, live: nn.Module) -> None:
                 module._buffers[key] = given[name].detach().to(buffer.device, buffer.dtype, copy=True)
 
 
-def load_parameters(stage: Stage | ModuleStage, description: Description, folder: str | Path) -> None:
+def live_tensor(description: Description, name: str) -> torch.Tensor:
+    """Return a whole parameter or buffer of the description's live model."""
+    assert description.model is not None
+    parent, _, attribute = name.rpartition(".")
+    tensor: torch.Tensor = getattr(description.model.get_submodule(parent), attribute)
+    return tensor.detach()
+
+
+def load_parameters(
+    stage: Stage | ModuleStage,
+    description: Description,
+    folder: str | Path,
+    held: Mapping[str, Held[torch.Tensor]] | None = None,
+) -> None:
     """Read a stage's parameters and persistent buffers from a Hugging Face folder (or hub name), cast to its dtype.
+    held: as of `fill_parameters`.
 
     Raises:
         InputError: there are no safetensors, names are missing, or shapes differ.
     """
     files = WeightFiles(description, folder)
-    shapes, drawn = description.shapes, _drawn(description)
-    wanted = {name: held for name, held in _stored(stage) if name not in drawn}
+    shapes, drawn = description.shapes, drawn_parameters(description)
+    wanted = {name: one for name, one in (held or held_by(stage, description)).items() if name not in drawn}
     files.require(wanted)
     for name in wanted:
         files.require_shape(name, tuple(shapes[name]))
     with torch.no_grad():
-        for name, held in wanted.items():  # one by one, so that only one tensor is in memory twice
-            held.copy_(files.part(name, stage.placement_of(name, shapes[name])))
+        for name, part in wanted.items():  # one by one, so that only one tensor is in memory twice
+            part.tensor.copy_(files.part(name, part.placement))
 
 
 def load_rows(description: Description, folder: str | Path, name: str, start: int, stop: int) -> torch.Tensor:
@@ -155,13 +176,7 @@ def as_stored(description: Description, *, say: Callable[[str], None] | None = N
     return replace(untied, source=description.source)
 
 
-def _drawn(description: Description) -> Set[str]:
+def drawn_parameters(description: Description) -> Set[str]:
     """Return the names of the parameters that transforms have added, and that no live model has."""
     added = description.added
     return added if description.model is None else added - {name for name, _ in description.model.named_parameters()}
-
-
-def _stored(stage: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of a stage's tensors in a checkpoint: parameters and persistent buffers."""
-    yield from stage.named_parameters()
-    yield from persistent_buffers(stage)

@@ -81,6 +81,8 @@ class Part:
     dtype: torch.dtype
     compute_dtype: torch.dtype
     torch_device: str | torch.device
+    with_memory: bool = True
+    """Whether parameters have memory; otherwise they are on the meta device."""
     held: Mapping[str, TensorPlacement | None] = field(default_factory=dict)
     """Parameters that tensor ranks share, by name; None: another rank holds it."""
     tensor_ranks: int = 1
@@ -109,19 +111,14 @@ class ModuleStage(nn.Module):
         self._embedding: tuple[nn.Embedding, ...] = ()
         if part.is_first:
             self._embedding = (_without_weight(whole.embedding).to(part.torch_device),)
-        self.to(part.torch_device)
-        for parameter in self.parameters():  # not buffers: rounding them may change results
-            parameter.data = parameter.data.to(part.dtype)
+        for child in (*self.layers.values(), *([self.norm] if part.is_last else [])):
+            _place(child, part)  # one by one, so that without memory only one is on the device
         self._returns_checked = False
         self.train()
 
     def placement_of(self, name: str, shape: torch.Size) -> TensorPlacement:
         """Return the placement of a whole tensor of that shape."""
         return TensorPlacement(tuple(shape))
-
-    def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return this stage's part of a whole parameter or buffer: all of it."""
-        return whole
 
     def forward(
         self,
@@ -154,6 +151,18 @@ class ModuleStage(nn.Module):
         if not self._returns_checked:
             form.check(what, tensors, *sizes)
         return tensors
+
+
+def _place(module: nn.Module, part: Part) -> None:
+    """Move a module to the device of its part."""
+    module.to(part.torch_device)
+    for parameter in module.parameters():  # not buffers: rounding them may change results
+        parameter.data = parameter.data.to(part.dtype)
+    if not part.with_memory:
+        without = {one: nn.Parameter(one.detach().to("meta"), one.requires_grad) for one in module.parameters()}
+        for inner in module.modules():
+            own = inner._parameters
+            own.update({key: without[one] for key, one in own.items() if one is not None})
 
 
 def _without_weight(embedding: nn.Embedding) -> nn.Embedding:

@@ -19,6 +19,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+AnyTensor_co = TypeVar("AnyTensor_co", bound=Tensor, covariant=True)
 
 
 def chunk(length: int, part: int, parts: int) -> range:
@@ -149,16 +150,34 @@ class TensorPlacement:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held(Generic[AnyTensor]):
+class Held(Generic[AnyTensor_co]):
     """A tensor as this process holds it."""
 
-    tensor: AnyTensor
+    tensor: AnyTensor_co
     placement: TensorPlacement
 
-    @classmethod
-    def whole(cls, tensor: AnyTensor) -> Held[AnyTensor]:
+    @staticmethod
+    def whole(tensor: AnyTensor) -> Held[AnyTensor]:
         """Return a tensor that this process holds whole, and no process before it."""
-        return cls(tensor, TensorPlacement(tuple(tensor.shape)))
+        return Held(tensor, TensorPlacement(tuple(tensor.shape)))
+
+    def fill(self, whole: Tensor, start: int = 0) -> None:
+        """Copy this process's part of a whole tensor, of any device and dtype, into its own.
+
+        start: `whole` holds the rows of dimension 0 from here on, and perhaps not the last ones; others stay as they
+            are.
+        """
+        own = self.tensor.detach()
+        for box in self.placement.boxes():
+            if not box.whole:  # a scalar
+                own.copy_(whole)
+                continue
+            (rows, *others), (own_rows, *own_others) = box.whole, box.local
+            first, last = max(rows.start, start), min(rows.stop, start + len(whole))
+            if first < last:
+                offset = own_rows.start - rows.start
+                part = whole[(slice(first - start, last - start), *others)]
+                own[(slice(first + offset, last + offset), *own_others)].copy_(part)
 
 
 def _entries(held: Sequence[range], first: int, last: int) -> Iterator[range]:

@@ -163,13 +163,8 @@ class Stage(nn.Module):
         """Return where this stage's part of a parameter is; `shape`: of the whole one."""
         return self.held.get(name) or TensorPlacement(tuple(shape))
 
-    def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return this stage's part of a whole parameter or buffer."""
-        placement = self.held.get(name)
-        return whole if placement is None else placement.of(whole)
-
     def computing_dtypes(self) -> dict[nn.Parameter, torch.dtype]:
-        """Return the dtype in which products read each parameter, before the caller replaces any by a copy."""
+        """Return the dtype in which products read each parameter."""
         return {one: one.dtype if name in self.kept else self._compute_dtype for name, one in self.named_parameters()}
 
     def train(self, mode: bool = True) -> Stage:
@@ -262,13 +257,15 @@ def build_stage(
     dtype: torch.dtype = torch.float32,
     torch_device: str | torch.device = "cpu",
     compute_dtype: torch.dtype | None = None,
+    with_memory: bool = True,
     held: Mapping[str, TensorPlacement | None] | None = None,
     tensor_ranks: int = 1,
 ) -> Stage | ModuleStage:
     """Build only layers [first, last) of a model: all other weights stay on the meta device.
 
     Parameters are allocated and contain NaN until `fill_parameters` (or `initialize`, `load_parameters`,
-    `copy_parameters`). Buffers have their values; rotary tables are fp32 for every `dtype`.
+    `copy_parameters`). Buffers have their values; rotary tables are fp32 for every `dtype`. What is frozen in a live
+    model (`requires_grad` off) is frozen here.
 
     Args:
         first, last: a stage may have no layers (first == last).
@@ -277,6 +274,7 @@ def build_stage(
         dtype: dtype of the parameters; those that transformers keeps in fp32 are not narrower.
         compute_dtype: dtype of the forward's hidden states, if the caller replaces the parameters by copies in that
             dtype; None: `dtype`. Stand-ins have this dtype from the start.
+        with_memory: False leaves the parameters on the meta device too, for a caller that keeps only shards of them.
         held: parameters of which this process holds a part, by name; None: it holds nothing of one.
         tensor_ranks: processes that share every layer, each with its rows of the tokens between blocks.
 
@@ -298,6 +296,7 @@ def build_stage(
         dtype=dtype,
         compute_dtype=compute_dtype or dtype,
         torch_device=torch_device,
+        with_memory=with_memory,
         held=held or {},
         tensor_ranks=tensor_ranks,
     )
@@ -311,6 +310,7 @@ def _materialise(whole: PreTrainedModel, description: Description, part: Part) -
     fp32 in a narrower model do so here.
     """
     structure, computed = description.structure, copies(description, part.compute_dtype)
+    live = {} if description.model is None else dict(description.model.named_parameters(remove_duplicate=False))
     owned = {
         *(structure.first_parameters if part.is_first else ()),
         *(structure.last_parameters if part.is_last else ()),
@@ -326,8 +326,10 @@ def _materialise(whole: PreTrainedModel, description: Description, part: Part) -
             if placement is None:
                 owner._parameters[attribute] = None
                 continue
-            value = torch.full(placement.local_shape, float("nan"), dtype=dtype, device=part.torch_device)
-            owner._parameters[attribute] = nn.Parameter(value, requires_grad=meta.requires_grad)
+            device = part.torch_device if part.with_memory else "meta"
+            value = torch.full(placement.local_shape, float("nan"), dtype=dtype, device=device)
+            is_trained = meta.requires_grad and live.get(name, meta).requires_grad
+            owner._parameters[attribute] = nn.Parameter(value, requires_grad=is_trained)
         else:
             del owner._parameters[attribute]
             setattr(owner, attribute, stand_in(meta.shape, compute_dtype, part.torch_device))

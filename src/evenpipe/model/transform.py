@@ -2,8 +2,8 @@
 
     before parameters are taken     of the model: modules and terms that are added (adapters), in its skeleton, in every
                                     stage, and in the small copies of the checks: `transformed`
-                                    of the runtime: the cut over tensor ranks, attention on shares of sequences
-    behind                          experts, split backward, checkpointing or compilation, placement of activations,
+    behind                          of the runtime: the cut over tensor ranks, attention on shares of sequences,
+                                    experts, split backward, checkpointing or compilation, placement of activations,
                                     random numbers
 
 Those of the runtime are put in order in `runtime/device.py`; each stands in the file of what it does.

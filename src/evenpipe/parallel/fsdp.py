@@ -120,7 +120,8 @@ class ShardedModule:
     """A module whose parameters are in shards over replicas.
 
     Args:
-        module: with its whole parameters, the same on all replicas.
+        module: its parameters are on the meta device, of the shapes that all replicas hold together. Then it has shards
+            on `torch_device` that contain NaN, for the caller to fill.
         units: children (at any depth) that are gathered one by one, to bound the memory of the gathering; parameters
             outside of them are gathered together.
         shards: over the replicas, in the order of their ranks: every process gives and receives shards.
@@ -138,6 +139,7 @@ class ShardedModule:
         shards: Communicator,
         *,
         compute_dtype: torch.dtype,
+        torch_device: torch.device,
         what: str,
         names: Collection[str] | None = None,
         kept: Collection[str] = (),
@@ -150,8 +152,7 @@ class ShardedModule:
         self._names = {name for name, _ in module.named_parameters()} if names is None else names
         shapes = {name: parameter.shape for name, parameter in self._whole()}
         assert shards.group is not None
-        device_type = next((parameter.device.type for parameter in module.parameters()), "cpu")
-        mesh = DeviceMesh.from_group(shards.group, device_type, mesh_dim_names=("dp",))
+        mesh = DeviceMesh.from_group(shards.group, torch_device.type, mesh_dim_names=("dp",))
         follow = [one for name, one in self._whole() if name not in kept]
         stay = [one for name, one in self._whole() if name in kept]
         self._holders = [
@@ -161,6 +162,8 @@ class ShardedModule:
         ]
         self._buckets: list[Bucket] = []
         self._parameters: list[_Sharded] = []
+        for name, sharded in [*self._whole()]:
+            _give_memory(module, name, sharded, torch_device)
         for name, sharded in self._whole():
             assert isinstance(sharded, DTensor)
             local = cast(DTensor, sharded.detach()).to_local()
@@ -301,6 +304,22 @@ class _NeverCalled(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.held = module
+
+
+def _give_memory(module: nn.Module, name: str, parameter: nn.Parameter, torch_device: torch.device) -> None:
+    """Replace a shard on the meta device by one that contains NaN; FSDP2 adds its padding after loading."""
+    assert isinstance(parameter, DTensor)
+    local = parameter.to_local()
+    empty = DTensor.from_local(
+        torch.full(local.shape, math.nan, dtype=local.dtype, device=torch_device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    owner, _, key = name.rpartition(".")
+    module.get_submodule(owner).load_state_dict({key: empty}, strict=False, assign=True)
 
 
 def _units(

@@ -7,6 +7,7 @@ over microbatches is rounded to the narrower one. Parameters that transformers k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 
 import torch
@@ -52,10 +53,23 @@ class Matrix:
 class ShardedMatrix(Matrix):
     """The same with rows spread once more, over replicas: whole only while a step needs them."""
 
-    def __init__(self, rows: nn.Parameter, compute_dtype: torch.dtype, shards: Communicator, what: str) -> None:
+    def __init__(
+        self,
+        rows: nn.Parameter,
+        compute_dtype: torch.dtype,
+        shards: Communicator,
+        torch_device: torch.device,
+        what: str,
+    ) -> None:
+        """
+        Args:
+            rows: on the meta device, of all replicas; see `ShardedModule`.
+        """
         self._module = nn.Module()
         self._module.register_parameter("weight", rows)
-        self.sharded = ShardedModule(self._module, [], shards, compute_dtype=compute_dtype, what=what)
+        self.sharded = ShardedModule(
+            self._module, [], shards, compute_dtype=compute_dtype, torch_device=torch_device, what=what
+        )
         ((_, held),) = self.sharded
         self.parameter, self.cuts = held.tensor, held.placement.cuts
 
@@ -82,17 +96,25 @@ class StageParameters:
         names: Collection[str] | None = None,
         *,
         kept: Collection[str] = (),
+        torch_device: torch.device | None = None,
     ) -> None:
         """
         Args:
             names: of these parameters; None: all of the module's.
             kept: names of parameters that products read in the dtype of their masters.
+            torch_device: where parameters get memory that are on the meta device; they contain NaN. Whoever fills them
+                calls `refresh`.
         """
         self._masters: dict[str, nn.Parameter] = {}
         self._copies: dict[str, nn.Parameter] = {}
-        for name, parameter in list(module.named_parameters()):
+        for name, given in list(module.named_parameters()):
             if names is not None and name not in names:
                 continue
+            parameter = given
+            if given.is_meta and torch_device is not None:
+                empty = torch.full_like(given, math.nan, device=torch_device)
+                parameter = nn.Parameter(empty, requires_grad=given.requires_grad)
+                _replace(module, name, parameter)
             self._masters[name] = parameter
             if parameter.dtype != compute_dtype and name not in kept:
                 copy = nn.Parameter(parameter.detach().to(compute_dtype))

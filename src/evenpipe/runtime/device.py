@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,17 @@ from evenpipe.layers.checkpointing import Checkpointing, Switch
 from evenpipe.layers.compilation import Compilation
 from evenpipe.layers.random_state import Draws
 from evenpipe.layers.weight_gradients import SplitBackward, WeightGradients, report_unsplit, unsplit_matrices
-from evenpipe.model import Description, ModuleStage, Stage, build_stage, fill_parameters, fill_rows, persistent_buffers
+from evenpipe.model import (
+    Description,
+    ModuleStage,
+    Stage,
+    build_stage,
+    drawn_parameters,
+    fill_parameters,
+    fill_rows,
+    live_tensor,
+    persistent_buffers,
+)
 from evenpipe.model.placement import Cut, Held, TensorPlacement
 from evenpipe.model.transform import LayerTransform
 from evenpipe.parallel import Grid, ShardedModule
@@ -31,6 +42,9 @@ from evenpipe.runtime.vocabulary_layers import EmbeddingShard, OutputShard
 from evenpipe.schedule import Kind
 from evenpipe.tensor.layers import ModelCut, TensorCut
 from evenpipe.vocabulary import LossOptions, Shard
+
+BLOCK_ELEMENTS = 1 << 24
+"""Approximate number of elements that are sent together of a tensor that replicas have cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +184,7 @@ class Builder:
     compute_dtype: torch.dtype
     torch_device: torch.device
     shards: Communicator | None = None
-    """Over replicas that share parameters: a stage is built whole, then sharded, before the next one is built."""
+    """Over replicas that share parameters: a process has memory only for its shards."""
     expert_shards: Communicator | None = None
     """The same for experts that members of a group share."""
     ranks: SharedLayers = field(default_factory=SharedLayers)
@@ -207,6 +221,7 @@ class Builder:
             first = 0 if layout.sharded else device * ranks
             shards = layout.embedding_shards if layout.sharded else layout.embedding_shards[first : first + ranks]
             held.embedding = EmbeddingShard(embedding, shards, own - first, description.padding_index, exchange)
+        held.refresh()
         return held
 
     def _add_stage(self, stage: int) -> list[str]:
@@ -223,42 +238,38 @@ class Builder:
             dtype=self.weights.dtype,
             compute_dtype=self.compute_dtype,
             torch_device=self.torch_device,
+            with_memory=False,
             held=cut.placements,
             tensor_ranks=self.grid.size("tp"),
         )
-        fill_parameters(module, description, self.weights.seed)
         held.stages[stage] = module
-        if self.weights.broadcast is not None:
-            for name, tensor in (*module.named_parameters(), *persistent_buffers(module)):
-                if name in cut.experts:
-                    self._experts_of_first_replica(name, tensor, cut.placements[name])
-                else:
-                    self.weights.broadcast(tensor.detach())
         layers_name = description.structure.layers_name
         layers = {index: module.get_submodule(f"{layers_name}.{index}") for index in range(first, last)}
-        for transform in self._before_parameters():
-            transform.apply(module, layers)
-        self._hold(stage, module, list(layers.values()), cut)
+        own = self._hold(stage, module, list(layers.values()), cut)
         for name, buffer in persistent_buffers(module):
             shared = nn.Parameter(buffer, requires_grad=False)
             # All stages have those outside of layers.
             is_copy = not name.startswith(f"{layers_name}.") and stage != placement.last_stage
-            held.buffers[name] = self._held(shared, TensorPlacement(tuple(buffer.shape)), is_copy=is_copy)
-        for transform in self._behind_parameters():
+            own[name] = held.buffers[name] = self._held(shared, TensorPlacement(tuple(buffer.shape)), is_copy=is_copy)
+        fill_parameters(module, description, self.weights.seed, own)
+        if self.weights.broadcast is not None:
+            drawn = drawn_parameters(description)
+            for name, one in own.items():
+                if name not in drawn:
+                    self._take_from_first_replica(name, one)
+        for transform in self._transforms():
             transform.apply(module, layers)
         return unsplit_matrices(module)
 
-    def _before_parameters(self) -> Iterator[LayerTransform]:
-        """Yield the transforms that decide which parameters a process has and how layers use them."""
+    def _transforms(self) -> Iterator[LayerTransform]:
+        """Yield the changes of layers: how they compute this process's part, then when they do so and where what they
+        keep is. Each wraps those before it."""
         if self.ranks.tensor is not None:
             choices = self.layers.checkpointing
             checkpointed = [index for index, choice in enumerate(choices) if choice != "none"]
             yield TensorCut(*self.ranks.tensor, checkpointed)
         if self.ranks.pieces:
             yield OwnAttention()
-
-    def _behind_parameters(self) -> Iterator[LayerTransform]:
-        """Yield those that decide when layers compute, and where what they keep is. Each wraps those before it."""
         options, queue, switch = self.layers, self.held.weight_gradients, self.held.checkpointing
         yield OwnExperts(queue, self.ranks.experts, self.ranks.load)
         yield SplitBackward(queue)
@@ -283,8 +294,12 @@ class Builder:
                 experts |= placements_of_experts(description, index, ranks.experts, placements)
         return _Cut(placements | experts, experts.keys(), alone)
 
-    def _hold(self, stage: int, module: Stage | ModuleStage, layers: Sequence[nn.Module], cut: _Cut) -> None:
-        """Take the parameters of a stage: those of experts that members of a group share, and all others."""
+    def _hold(
+        self, stage: int, module: Stage | ModuleStage, layers: Sequence[nn.Module], cut: _Cut
+    ) -> dict[str, Held[nn.Parameter]]:
+        """Make this process's part of the parameters of a stage, those of experts that members of a group share and all
+        others; return it by name."""
+        taken: dict[str, Held[nn.Parameter]] = {}
         names = {name for name, _ in module.named_parameters()}
         parts = (
             (f"stage {stage}", names - cut.experts, self.shards, False),
@@ -295,7 +310,9 @@ class Builder:
                 continue
             parameters: StageParameters | ShardedModule
             if shards is None:
-                parameters = StageParameters(module, self.compute_dtype, own, kept=module.kept)
+                parameters = StageParameters(
+                    module, self.compute_dtype, own, kept=module.kept, torch_device=self.torch_device
+                )
                 masters = {name: Held.whole(one) for name, one in parameters}
             else:
                 parameters = ShardedModule(
@@ -303,6 +320,7 @@ class Builder:
                     layers,
                     shards,
                     compute_dtype=self.compute_dtype,
+                    torch_device=self.torch_device,
                     what=what,
                     names=own,
                     kept=module.kept,
@@ -310,10 +328,10 @@ class Builder:
                 )
                 masters = dict(parameters)
             self.held.parts.append(HeldPart(stage, what, parameters, are_experts))
-            for name, master in masters.items():
-                self._hold_one(name, master, cut)
+            taken |= {name: self._hold_one(name, master, cut) for name, master in masters.items()}
+        return taken
 
-    def _hold_one(self, name: str, master: Held[nn.Parameter], cut: _Cut) -> None:
+    def _hold_one(self, name: str, master: Held[nn.Parameter], cut: _Cut) -> Held[nn.Parameter]:
         ranks, of_replicas = self.grid.size("tp"), master.placement
         over_ranks = cut.placements.get(name) or TensorPlacement(of_replicas.shape)
         over_both = replace(over_ranks, cuts=(*over_ranks.cuts, *of_replicas.cuts))
@@ -321,17 +339,29 @@ class Builder:
         different = [found.parts for found in over_ranks.cuts if "tp" in found.axes]
         if ranks > 1 and name not in cut.alone and all(parts < ranks for parts in different):
             self.held.shared.append(one)
+        return one
 
-    def _experts_of_first_replica(self, name: str, own: Tensor, placement: TensorPlacement | None) -> None:
-        """Give a member its experts of the first replica's live model."""
-        assert self.weights.broadcast is not None and self.description.model is not None and placement is not None
-        cuts = tuple(cut for cut in placement.cuts if "ep" not in cut.axes)
-        of_rank = replace(placement, cuts=cuts).of(self.description.model.get_parameter(name).detach())
-        of_rank = of_rank.to(own.device, own.dtype)
-        self.weights.broadcast(of_rank)
-        cut = next(cut for cut in placement.cuts if "ep" in cut.axes)
-        (held,) = TensorPlacement(tuple(of_rank.shape), (cut,)).ranges(0)
-        own.detach().copy_(of_rank[held.start : held.stop])
+    def _take_from_first_replica(self, name: str, held: Held[Any]) -> None:
+        """Replace this process's part of a tensor by that of the first replica's live model.
+
+        What replicas have cut is sent whole, in blocks of rows of which each keeps its own.
+        """
+        assert self.weights.broadcast is not None
+        own, placement = held.tensor.detach(), held.placement
+        over_replicas = tuple(cut for cut in placement.cuts if not {"dp", "edp", "ep"}.isdisjoint(cut.axes))
+        if not over_replicas:
+            self.weights.broadcast(own)
+            return
+        others = replace(placement, cuts=tuple(cut for cut in placement.cuts if cut not in over_replicas))
+        of_all = live_tensor(self.description, name)
+        if others.cuts:
+            of_all = others.of(of_all)
+        part = Held(own, TensorPlacement(tuple(of_all.shape), over_replicas))
+        rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(of_all.shape[1:])))
+        for start in range(0, len(of_all), rows):
+            block = of_all[start : start + rows].to(own.device, own.dtype, copy=True)
+            self.weights.broadcast(block)
+            part.fill(block, start)
 
     def _matrix(self, name: str, shard: Shard, *, is_copy: bool = False) -> Matrix:
         """Return this process's rows of a vocabulary matrix.
@@ -346,17 +376,21 @@ class Builder:
         cuts = (Cut(tuple(axes), part, math.prod(map(grid.size, axes))),) if axes else ()
         (rows,) = TensorPlacement((description.rows_of(name),), cuts).ranges(0)
         assert (rows.start, rows.stop) == (shard.start, shard.stop), f"{name}: {rows} on this device, not {shard}"
-        filled = fill_rows(description, name, rows.start, rows.stop, self.weights.seed)
-        filled = filled.to(self.torch_device, self.weights.dtype)
-        if self.weights.broadcast is not None:
-            self.weights.broadcast(filled)
-        parameter = nn.Parameter(filled, requires_grad=_is_trained(description, name))
+        width = () if name == description.head_bias_name else (description.hidden_size,)
+        device = self.torch_device if self.shards is None else "meta"
+        empty = torch.empty((len(rows), *width), dtype=self.weights.dtype, device=device)
+        parameter = nn.Parameter(empty, requires_grad=_is_trained(description, name))
         if self.shards is None:
             found = Matrix(parameter, self.compute_dtype)
         else:
-            found = ShardedMatrix(parameter, self.compute_dtype, self.shards, name)
-        placement = TensorPlacement((description.rows_of(name), *filled.shape[1:]), (*cuts, *found.cuts))
-        self.held.shards[name] = self._held(found.parameter, placement, is_copy=is_copy)
+            found = ShardedMatrix(parameter, self.compute_dtype, self.shards, self.torch_device, name)
+        placement = TensorPlacement((description.rows_of(name), *width), (*cuts, *found.cuts))
+        held = self.held.shards[name] = self._held(found.parameter, placement, is_copy=is_copy)
+        (own,) = placement.ranges(0)
+        with torch.no_grad():
+            found.parameter.copy_(fill_rows(description, name, own.start, own.stop, self.weights.seed))
+        if self.weights.broadcast is not None:
+            self._take_from_first_replica(name, held)
         return found
 
     def _held(

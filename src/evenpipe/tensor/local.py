@@ -54,7 +54,7 @@ def make_local(
             weight = next(one for one in module.parameters() if one.dim() > 1)
             experts = weight.shape[:1] if weight.dim() == 3 else ()
             size = block_width(module, weight)
-            module.__dict__[leaf] = weight.new_zeros((*experts, size), dtype=dtype_of(weight), requires_grad=False)
+            module.__dict__[leaf] = torch.zeros((*experts, size), dtype=dtype_of(weight), device=weight.device)
     for name in cut.norms:
         sum_over_ranks(block.get_submodule(name), exchange)
     layers = [module for module in block.modules() if is_one_product(module)]

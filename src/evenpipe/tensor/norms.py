@@ -68,7 +68,8 @@ def norm_style(norm: nn.Module) -> NormStyle:
 
     norm: by the root of the mean square, with one weight, on any device; a copy is run.
     """
-    real = copy.deepcopy(norm).to_empty(device="cpu").float()
+    real = copy.copy(norm)
+    real._parameters = {name: nn.Parameter(torch.empty(one.shape)) for name, one in norm.named_parameters()}
     weight = next(real.parameters())
     hidden = torch.arange(1.0, weight.shape[-1] + 1)
     weight.zero_()
