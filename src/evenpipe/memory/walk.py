@@ -96,8 +96,8 @@ class _Walker:
         self._parts = Parts(program, device, self._moments, gradients_exist=gradients_exist)
         self._hold, self._drop, self._moment = self._moments.hold, self._moments.drop, self._moments.moment
         self._sent: dict[Transfer, tuple[Thing, ...]] = {}
-        self._shares: Counter[int] = Counter()
-        """Holders of the one tensor of row gradients of a unit: the sender, and the user of its own part."""
+        self._shares: Counter[tuple[TransferKind, int]] = Counter()
+        """Holders of the one tensor of a unit that this device sends and uses itself: the transfer, and the pass."""
         self._recomputed: set[StageUnit] = set()
         self._offloaded: set[StageUnit] = set()
         self._pool, self._has_room = pool, bool(pool.free)
@@ -329,21 +329,23 @@ class _Walker:
         elif self._alone:
             self._drop(things.ROWS_GRADIENT)
         elif self._device == self._program.placement.first_device:
-            self._let_go_of_rows(item)
+            self._let_go(TransferKind.ROW_GRADIENTS, item, things.ROWS_GRADIENT)
         else:
             self._drop(things.ROWS_RECEIVED)
 
-    def _let_go_of_rows(self, item: Item) -> None:
-        unit = self._unit(item)
-        self._shares[unit] -= 1
-        if not self._shares[unit]:
-            self._drop(things.ROWS_GRADIENT._replace(slice=item.slice))
+    def _let_go(self, kind: TransferKind, item: Item, thing: Thing) -> None:
+        """Drop what the device sends and uses itself, if it was used or has arrived already."""
+        self._shares[kind, self._unit(item)] -= 1
+        if self._shares[kind, self._unit(item)] <= 0:
+            self._drop(thing._replace(slice=item.slice))
 
     def _output(self, item: Pass) -> None:
         self._take_buffer(item)
         self._peak(things.OUTPUT_PEAK)
-        root = self._device == self._program.placement.last_device
-        self._drop(things.output_buffer(self._last) if root else things.X)
+        if self._device == self._program.placement.last_device:
+            self._let_go(TransferKind.X, item, things.output_buffer(self._last))
+        else:
+            self._drop(things.X)
         self._hold(things.OUTPUT_STORED, things.PRODUCT, things.OWN_STATISTICS)
 
     def _open_barrier(self) -> None:
@@ -383,7 +385,10 @@ class _Walker:
                 self._hold(things.input_buffer(_stage(item)))
             case TransferKind.RECV_B:
                 self._hold(things.output_buffer(_stage(item)))
-            case TransferKind.X if not root:
+            case TransferKind.X | TransferKind.ROW_GRADIENTS if root:
+                self._shares[item.kind, self._unit(item)] = 2
+                self._send(item)
+            case TransferKind.X:
                 self._hold(things.X)
             case TransferKind.STATISTICS:
                 self._hold(things.STATISTICS)
@@ -395,9 +400,6 @@ class _Walker:
                 self._drop(things.ROWS_INPUT)
             case TransferKind.ROWS:
                 self._send(item, things.ROWS_INPUT)
-            case TransferKind.ROW_GRADIENTS if root:
-                self._shares[self._unit(item)] = 2
-                self._send(item)
             case TransferKind.ROW_GRADIENTS:
                 self._hold(things.ROWS_RECEIVED)
 
@@ -410,12 +412,14 @@ class _Walker:
             self._arrived(alike[0])
 
     def _arrived(self, item: Transfer) -> None:
-        things = self._sent.pop(item, None)
-        if things is None:
+        held = self._sent.pop(item, None)
+        if held is None:
             return
-        self._drop(*things)
+        self._drop(*held)
         if item.kind is TransferKind.ROW_GRADIENTS:
-            self._let_go_of_rows(item)
+            self._let_go(item.kind, item, things.ROWS_GRADIENT)
+        elif item.kind is TransferKind.X:
+            self._let_go(item.kind, item, things.output_buffer(self._last))
 
     def _unit(self, item: Item) -> int:
         return unit_of(item, self._program.slices)

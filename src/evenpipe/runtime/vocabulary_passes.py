@@ -110,14 +110,17 @@ class VocabularyPasses:
     # --- output layer ----------------------------------------------------------------------------------------
 
     def _broadcast_hidden(self, item: Transfer) -> None:
+        """The last stage's device sends the output layer's input, and does not wait for it itself."""
         unit = self._row.unit(item)
         key = (TransferKind.X, unit)
+        communicator, root = self._transport.communicator(item), self._transport.root(item)
         if self._device == item.root:
             (hidden,) = self._values.give(key)
+            self._values.put(key, hidden)
+            self._values.sent(item, communicator.broadcast(hidden, root, str(item)))
         else:
             hidden = self._transport.rows(self._microbatches[unit].tokens // self._transport.tensor_ranks)
-        communicator, root = self._transport.communicator(item), self._transport.root(item)
-        self._values.arriving(key, (hidden,), communicator.broadcast(hidden, root, str(item)))
+            self._values.arriving(key, (hidden,), communicator.broadcast(hidden, root, str(item)))
 
     def _output_forward(self, item: Pass) -> None:
         assert self._output is not None

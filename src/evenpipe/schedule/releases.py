@@ -88,6 +88,6 @@ def _sends(route: Route, device: int) -> bool:
     """Whether the device sends data and waits for none."""
     if route.is_hop:
         return device == route.members[0]
-    if route.kind is TransferKind.ROW_GRADIENTS:
+    if route.kind in {TransferKind.X, TransferKind.ROW_GRADIENTS}:
         return device == route.root
     return route.kind in {TransferKind.ROWS, TransferKind.DX} and device != route.root
