@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -32,8 +33,8 @@ FP64, VOCABULARY, TOKENS = torch.float64, 97, 6
 
 
 def make(kind: str, mode: str = "vocab-2", *, tied: bool = False, **options: Any) -> Pipeline:
-    usual = {"microbatches": 3, "parameter_dtype": FP64, "self_check": False, "dp": 2}
-    return Pipeline(described(VOCABULARY, tied, FP64), vocabulary=mode, data_parallel=kind, **usual | options)
+    usual = {"microbatches": 3, "parameter_dtype": FP64, "self_check": False, "dp": 2, "data_parallel": kind}
+    return Pipeline(described(VOCABULARY, tied, FP64), vocabulary=mode, **usual | options)
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -107,6 +108,65 @@ def in_bf16(kind: str) -> None:
 @pytest.mark.slow
 def test_bf16_errs_no_more_than_bf16_in_one_process(kind: str) -> None:
     run_processes(in_bf16, 4, kind)
+
+
+RATE, STEPS = 1e-3, 8
+MASTERS: list[dict[str, Any]] = [
+    {"dp": 2, "schedule": "zbv"},
+    {"dp": 1, "schedule": "1f1b"},
+    {"dp": 2, "data_parallel": "shard", "schedule": "zb-h1"},
+    {"dp": 1, "tp": 2, "schedule": "1f1b"},
+]
+
+
+def fp32_masters_in_one_process(exact: nn.Module, batches: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights in fp32 that AdamW has trained with gradients of a model in `dtype`, which follows them."""
+    model = reference.rounded(exact) if dtype == torch.bfloat16 else copy.deepcopy(exact)
+    masters = {name: nn.Parameter(one.detach().clone()) for name, one in exact.named_parameters()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=RATE)
+    for ids in batches:
+        model.zero_grad()
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+        nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:]).backward()
+        for name, parameter in model.named_parameters():
+            masters[name].grad = parameter.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(masters[name])
+    return {name: one.detach() for name, one in masters.items()}
+
+
+def trained_with_masters(options: dict[str, Any]) -> tuple[float, float]:
+    """Errors of weights after some steps in bf16, ours and those of one process, against fp32 in one process."""
+    exact = copy.deepcopy(described(VOCABULARY, False, FP64).model).float()
+    batches = torch.randint(0, VOCABULARY, (STEPS, 8, 16), generator=torch.Generator().manual_seed(0)).unbind()
+    dtypes = {"compute_dtype": torch.bfloat16, "parameter_dtype": torch.float32}
+    pipeline = make("replicate", microbatches=2, **dtypes | options)
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=RATE)
+    for ids in batches:
+        pipeline.step(ids.chunk(pipeline.replicas)[pipeline.replica])
+        optimizer.step()
+        pipeline.zero_grad()
+    ours = pipeline.full_state_dict()
+    pipeline.close()
+    if dist.get_rank():
+        return 0.0, 0.0
+    assert all(one.dtype == torch.float32 for one in ours.values())
+    wide, narrow = (fp32_masters_in_one_process(exact, batches, dtype) for dtype in (torch.float32, torch.bfloat16))
+
+    def error(weights: Mapping[str, Tensor]) -> float:
+        return math.sqrt(sum(float((weights[name] - one).square().sum()) for name, one in wide.items()))
+
+    return error(ours), error(narrow)
+
+
+@pytest.mark.parametrize("options", MASTERS, ids=str)
+@pytest.mark.sampled(1)
+def test_fp32_masters_of_bf16_parameters_err_no_more_than_in_one_process(options: dict[str, Any]) -> None:
+    (ours, one_process), *_ = run_processes(trained_with_masters, 4, options)
+    print(f"{options}: {ours:.3e} against {one_process:.3e}")
+    assert 0 < ours <= 1.5 * one_process
 
 
 def in_two_passes() -> None:
