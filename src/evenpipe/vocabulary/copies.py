@@ -29,9 +29,9 @@ def to_device_together(parts: Sequence[Tensor], torch_device: torch.device) -> l
     """
     if parts[0].device == torch_device:
         return list(parts)
-    rooms = [aligned(part.shape[0]) for part in parts]
-    together = parts[0].new_empty(sum(rooms), pin_memory=torch_device.type == "cuda" and parts[0].device.type == "cpu")
-    for room, part in zip(torch.split(together, rooms), parts, strict=True):
-        room[: part.shape[0]] = part
-    there = torch.split(together.to(torch_device, non_blocking=True), rooms)
-    return [room[: part.shape[0]] for room, part in zip(there, parts, strict=True)]
+    rooms = [aligned(vector.shape[0]) for vector in parts]
+    joined = parts[0].new_empty(sum(rooms), pin_memory=torch_device.type == "cuda" and parts[0].device.type == "cpu")
+    for room, vector in zip(torch.split(joined, rooms), parts, strict=True):
+        room[: vector.shape[0]] = vector
+    on_device = torch.split(joined.to(torch_device, non_blocking=True), rooms)
+    return [room[: vector.shape[0]] for room, vector in zip(on_device, parts, strict=True)]

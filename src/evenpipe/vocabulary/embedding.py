@@ -35,14 +35,14 @@ class Routes:
     def tokens(self) -> int:
         return self.token_ids.shape[0]
 
-    def span(self, part: int) -> slice:
-        """Return the slice of `token_ids` and `order` with the tokens owned by shard `part`."""
-        start = sum(self.counts[:part])
-        return slice(start, start + self.counts[part])
+    def span(self, shard: int) -> slice:
+        """Return the slice of `token_ids` and `order` with the tokens owned by a shard."""
+        start = sum(self.counts[:shard])
+        return slice(start, start + self.counts[shard])
 
-    def positions(self, part: int) -> Tensor:
-        """Return the positions in the microbatch, ascending, whose rows shard `part` owns."""
-        span = self.span(part)
+    def positions(self, shard: int) -> Tensor:
+        """Return the positions in the microbatch, ascending, whose rows a shard owns."""
+        span = self.span(shard)
         if self.order is None:
             return torch.arange(span.start, span.stop, device=self.token_ids.device)
         return self.order[span]
@@ -82,14 +82,14 @@ def route(
         token_ids=to_device(ids, device),
         order=None if order is None else to_device(order, device),
         counts=tuple(counts),
-        trained=tuple(_other_tokens(own, padding_index, device) for own in torch.split(ids, counts)),
+        trained=tuple(_other_tokens(shard_ids, padding_index, device) for shard_ids in torch.split(ids, counts)),
     )
 
 
 def _owners(ids: Tensor, shards: Sequence[Shard]) -> Tensor:
     """Return the number of the shard of each token. Bytes, where they suffice: they are sorted many times as fast."""
     size = shards[0].rows
-    if [shard.start for shard in shards] == [min(part * size, shards[-1].stop) for part in range(len(shards))]:
+    if [shard.start for shard in shards] == [min(number * size, shards[-1].stop) for number in range(len(shards))]:
         owners = ids.div(size, rounding_mode="floor")
     else:
         owners = torch.bucketize(ids, torch.tensor([shard.stop for shard in shards], device=ids.device), right=True)
@@ -140,7 +140,7 @@ def pick_row_gradients(gradient: Tensor, routes: Routes, parts: Sequence[int] | 
     """
     if routes.order is None:
         return gradient
-    owned = routes.order if parts is None else torch.cat([routes.positions(part) for part in parts])
+    owned = routes.order if parts is None else torch.cat([routes.positions(number) for number in parts])
     return gradient.index_select(0, owned)
 
 

@@ -85,7 +85,9 @@ def linear_cross_entropy(
     autocast = torch.is_autocast_enabled(device_type)
     if autocast:
         dtype = torch.get_autocast_dtype(device_type)
-        input, linear_weight = (one if one.dtype == torch.float64 else one.to(dtype) for one in (input, linear_weight))
+        input, linear_weight = (
+            tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in (input, linear_weight)
+        )
     if reduction not in get_args(Reduction):
         raise InputError(f'reduction must be "none", "mean" or "sum", not {reduction!r}.')
     if weight is not None and label_smoothing:
@@ -119,13 +121,13 @@ def _loss(  # noqa: PLR0917 - the arguments of the function
     keeps_all = size >= hidden.shape[0]
     differentiable = (hidden, weight, bias)
     losses: Tensor
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in differentiable):
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in differentiable):
         origin = (_Origin.apply(*differentiable),)  # type: ignore[no-untyped-call]
         if not keeps_all and reduction != "none":
             losses = _AtOnce.apply(*differentiable, labels, factors, options, origin, size)  # type: ignore[no-untyped-call]
             return losses
-        kept = options if keeps_all else replace(options, keep="nothing")
-        losses = _InParts.apply(*differentiable, labels, kept, origin)  # type: ignore[no-untyped-call]
+        split_options = options if keeps_all else replace(options, keep="nothing")
+        losses = _InParts.apply(*differentiable, labels, split_options, origin)  # type: ignore[no-untyped-call]
     else:
         statistics, _ = _first_half(*differentiable, labels, options, gradients=False)
         losses = combine(statistics[None], torch.ones_like(factors), labels, options, weight.shape[0]).losses
@@ -152,18 +154,18 @@ def _check(  # noqa: PLR0917 - the arguments of the function
     if hidden.dtype != weight.dtype or not hidden.is_floating_point():
         raise InputError(f"input and linear_weight must have one dtype, not {hidden.dtype} and {weight.dtype}.")
     tokens, vocabulary = hidden.shape[:-1], weight.shape[:1]
-    for name, given, shape in (
+    for name, tensor, shape in (
         ("target", labels, tokens),
         ("linear_bias", bias, vocabulary),
         ("weight", class_weights, vocabulary),
         ("token_weights", token_weights, tokens),
     ):
-        if given is not None and given.shape != shape:
-            raise refused(name, list(given.shape), str(list(shape)))
+        if tensor is not None and tensor.shape != shape:
+            raise refused(name, list(tensor.shape), str(list(shape)))
     if labels.dtype != torch.int64:
         raise InputError(f"target must hold labels in torch.int64, not {labels.dtype}.")
-    for name, given in (("weight", class_weights), ("token_weights", token_weights)):
-        if given is not None and given.requires_grad:
+    for name, tensor in (("weight", class_weights), ("token_weights", token_weights)):
+        if tensor is not None and tensor.requires_grad:
             raise InputError(f"{name} is a constant here; detach it.")
 
 
@@ -176,11 +178,11 @@ def _factors(
     factors = to_device(counts, hidden.device).to(dtype)
     if class_weights is not None:
         # An invalid label is reported later: here it must not be looked up.
-        found = labels.where(counts, 0).clamp(0, class_weights.shape[0] - 1).to(class_weights.device)
-        factors = factors * class_weights.to(dtype)[found].to(hidden.device)
+        indices = labels.where(counts, 0).clamp(0, class_weights.shape[0] - 1).to(class_weights.device)
+        factors = factors * class_weights.to(dtype)[indices].to(hidden.device)
     if token_weights is not None:
-        given = to_device(token_weights.flatten(), hidden.device).to(dtype)
-        factors = torch.where(factors != 0, factors * given, 0.0)
+        token_factors = to_device(token_weights.flatten(), hidden.device).to(dtype)
+        factors = torch.where(factors != 0, factors * token_factors, 0.0)
     return factors
 
 
@@ -190,11 +192,11 @@ def _first_half(
     bias: Tensor | None,
     labels: Tensor,
     options: LossOptions,
-    **more: Any,
+    **options_of_shard: Any,
 ) -> Any:
     """S with the whole vocabulary as the shard."""
     shard = Shard(0, weight.shape[0], weight.shape[0])
-    return forward_shard(hidden, weight, bias, labels, shard, options, one_barrier=False, **more)
+    return forward_shard(hidden, weight, bias, labels, shard, options, one_barrier=False, **options_of_shard)
 
 
 class _Origin(torch.autograd.Function):
@@ -226,14 +228,14 @@ def _without_graph(backward: Callable[[Any, Tensor], Any]) -> Callable[[Any, Ten
         if not torch.is_grad_enabled():
             return gradients
         nothing = ctx.origin[0].sum() + _Origin.apply(upstream).sum()  # type: ignore[no-untyped-call]
-        return tuple(None if one is None else one + nothing for one in gradients)
+        return tuple(None if gradient is None else gradient + nothing for gradient in gradients)
 
     return wrapped
 
 
 def _in_dtypes_of(inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     pairs = zip(inputs, gradients, strict=True)
-    return [None if one is None or found is None else found.to(one.dtype) for one, found in pairs]
+    return [None if tensor is None or gradient is None else gradient.to(tensor.dtype) for tensor, gradient in pairs]
 
 
 class _InParts(torch.autograd.Function):
@@ -252,8 +254,8 @@ class _InParts(torch.autograd.Function):
         ctx.options, ctx.origin = options, origin
         statistics, ctx.state = _first_half(hidden, weight, bias, labels, options)
         ctx.save_for_backward(hidden, weight, bias, labels, statistics)
-        ones = statistics.new_ones(hidden.shape[0])
-        return combine(statistics[None], ones, labels, options, weight.shape[0]).losses
+        unit_factors = statistics.new_ones(hidden.shape[0])
+        return combine(statistics[None], unit_factors, labels, options, weight.shape[0]).losses
 
     @staticmethod
     @_without_graph
@@ -294,14 +296,14 @@ class _AtOnce(torch.autograd.Function):
         of_bias = torch.zeros_like(bias, dtype=factors.dtype) if to_bias and bias is not None else None
         loss, buffers = factors.new_zeros(()), Buffers()
         for start in range(0, hidden.shape[0], size):
-            part = slice(start, start + size)
-            statistics, state = _first_half(hidden[part], weight, bias, labels[part], options, buffers=buffers)
-            combined = combine(statistics[None], factors[part], labels[part], options, weight.shape[0])
-            loss = loss + torch.dot(combined.losses, factors[part])
+            rows = slice(start, start + size)
+            statistics, state = _first_half(hidden[rows], weight, bias, labels[rows], options, buffers=buffers)
+            combined = combine(statistics[None], factors[rows], labels[rows], options, weight.shape[0])
+            loss = loss + torch.dot(combined.losses, factors[rows])
             state.one_barrier = not to_hidden
-            found = backward_shard(state, combined, weight, of_weight, of_bias, overwrite=start == 0)
-            if of_hidden is not None and found is not None:
-                of_hidden[part] = found
+            hidden_gradient = backward_shard(state, combined, weight, of_weight, of_bias, overwrite=start == 0)
+            if of_hidden is not None and hidden_gradient is not None:
+                of_hidden[rows] = hidden_gradient
         ctx.gradients = _in_dtypes_of((hidden, weight, bias), (of_hidden, of_weight, of_bias))
         return loss
 
@@ -313,7 +315,7 @@ class _AtOnce(torch.autograd.Function):
             raise RuntimeError("linear_cross_entropy has only one backward, which frees its gradients.")
         # On a CPU the factor is known here, and is usually one.
         if of_loss.is_cuda or of_loss.item() != 1.0:
-            for one in gradients:
-                if one is not None:
-                    one.mul_(of_loss)
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(of_loss)
         return (*gradients, None, None, None, None, None)

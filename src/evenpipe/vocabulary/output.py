@@ -50,8 +50,8 @@ def rows_per_block(options: LossOptions, rows: int, *, in_place: bool, on_gpu: b
     """
     if options.rows_per_block is not None:
         return options.rows_per_block
-    least = 1024 if in_place else 512 if on_gpu else 256
-    return max(least, BLOCK_LOGITS // max(1, rows) // 256 * 256)
+    minimum = 1024 if in_place else 512 if on_gpu else 256
+    return max(minimum, BLOCK_LOGITS // max(1, rows) // 256 * 256)
 
 
 def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shard: Shard) -> None:
@@ -107,9 +107,15 @@ def forward_shard(  # noqa: PLR0917 - the arguments of a linear layer and its lo
     if kernels.by_column and labels.device.type != "cpu":
         targets = targets_on_device(labels, shard, options.ignore_index)
     else:
-        part = kernels.tokens_at_once(block, shard.tokens, hidden)
+        tokens_at_once = kernels.tokens_at_once(block, shard.tokens, hidden)
         targets = find_targets(
-            labels, shard, options.ignore_index, hidden.device, block=block, part=part, by_column=kernels.by_column
+            labels,
+            shard,
+            options.ignore_index,
+            hidden.device,
+            block=block,
+            part=tokens_at_once,
+            by_column=kernels.by_column,
         )
     statistics = _neutral_statistics(targets.valid_tokens, options, hidden)
     buffers = Buffers() if buffers is None else buffers
@@ -146,8 +152,8 @@ def _forward_blocks(state: OutputState, weight: Tensor, statistics: Tensor, bloc
     for start in range(0, tokens, block):
         span = slice(start, min(tokens, start + block))
         in_block = slice(0, span.stop - start)
-        place = span if keep else in_block
-        e, d = exponentials[place], None if derivative is None else derivative[place]
+        kept_rows = span if keep else in_block
+        e, d = exponentials[kept_rows], None if derivative is None else derivative[kept_rows]
         rooms = Rooms(e if logits is None else logits[in_block], e, d, bias)
         logits_product(hidden[span], weight, rooms.logits)
         state.kernels.exponentials(rooms, start, statistics[span], state, gradients=gradients)
@@ -289,8 +295,8 @@ def backward_shard(
 
 def _check_gradient(name: str, gradient: Tensor | None, shape: torch.Size, *dtypes: torch.dtype) -> None:
     if gradient is not None and (gradient.shape != shape or gradient.dtype not in dtypes):
-        wanted = " or ".join(dict.fromkeys(map(str, dtypes)))
-        raise ValueError(f"{name} is {list(gradient.shape)} {gradient.dtype}; it must be {list(shape)} {wanted}")
+        accepted = " or ".join(dict.fromkeys(map(str, dtypes)))
+        raise ValueError(f"{name} is {list(gradient.shape)} {gradient.dtype}; it must be {list(shape)} {accepted}")
 
 
 def _exponentials(

@@ -68,8 +68,8 @@ def logits_product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
         torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
     else:
         hidden = hidden.to(out.dtype)
-        for part in vocabulary_slices(weight.shape[0]):
-            out[:, part] = torch.mm(hidden, weight[part].to(out.dtype).t())
+        for rows in vocabulary_slices(weight.shape[0]):
+            out[:, rows] = torch.mm(hidden, weight[rows].to(out.dtype).t())
 
 
 def _multiplies_into(left: Tensor, right: Tensor, out: Tensor, *, add: bool) -> bool:
@@ -99,9 +99,9 @@ def hidden_product(exponentials: Tensor, weight: Tensor, out: Tensor, *, add: bo
     if _multiplies_natively(weight):
         _put(torch.mm(exponentials, weight), out, add=add)
         return
-    for part in vocabulary_slices(weight.shape[0]):
-        wide, wide_weight = exponentials[:, part].to(out.dtype), weight[part].to(out.dtype)
-        torch.addmm(out, wide, wide_weight, beta=int(add or part.start > 0), out=out)
+    for rows in vocabulary_slices(weight.shape[0]):
+        wide, wide_weight = exponentials[:, rows].to(out.dtype), weight[rows].to(out.dtype)
+        torch.addmm(out, wide, wide_weight, beta=int(add or rows.start > 0), out=out)
 
 
 def weight_product(exponentials: Tensor, scaled_hidden: Tensor, out: Tensor, *, add: bool = True) -> None:
@@ -113,12 +113,12 @@ def weight_product(exponentials: Tensor, scaled_hidden: Tensor, out: Tensor, *, 
         return
     if widens := _widens(scaled_hidden):
         scaled_hidden = scaled_hidden.to(accumulator_dtype(out.dtype))
-    for part in vocabulary_slices(out.shape[0]):
-        factor = exponentials[:, part].to(scaled_hidden.dtype) if widens else exponentials[:, part]
+    for rows in vocabulary_slices(out.shape[0]):
+        factor = exponentials[:, rows].to(scaled_hidden.dtype) if widens else exponentials[:, rows]
         if factor.dtype == out.dtype:
-            torch.addmm(out[part], factor.t(), scaled_hidden, beta=int(add), out=out[part])
+            torch.addmm(out[rows], factor.t(), scaled_hidden, beta=int(add), out=out[rows])
         else:
-            _put(torch.mm(factor.t(), scaled_hidden), out[part], add=add)
+            _put(torch.mm(factor.t(), scaled_hidden), out[rows], add=add)
 
 
 def column_product(exponentials: Tensor, coefficients: Tensor, out: Tensor) -> None:
@@ -126,5 +126,5 @@ def column_product(exponentials: Tensor, coefficients: Tensor, out: Tensor) -> N
     if exponentials.dtype == out.dtype:
         out.addmv_(exponentials.t(), coefficients)
     else:
-        for part in vocabulary_slices(out.shape[0]):
-            out[part].addmv_(exponentials[:, part].to(out.dtype).t(), coefficients)
+        for rows in vocabulary_slices(out.shape[0]):
+            out[rows].addmv_(exponentials[:, rows].to(out.dtype).t(), coefficients)

@@ -58,4 +58,4 @@ def split(vocabulary: int, parts: int, *, padded_rows: int | None = None) -> lis
     if rows < vocabulary:
         raise ValueError(f"padded_rows is {padded_rows}; it must be at least {vocabulary}, the vocabulary")
     size = -(-rows // parts)
-    return [Shard(min(rows, size * part), min(rows, size * (part + 1)), vocabulary) for part in range(parts)]
+    return [Shard(min(rows, size * number), min(rows, size * (number + 1)), vocabulary) for number in range(parts)]

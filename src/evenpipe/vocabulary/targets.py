@@ -111,14 +111,14 @@ def find_targets(
     else:
         starts = starts_of_parts(labels.shape[0], max(1, block), max(1, part))
         ends = tuple(torch.searchsorted(rows, torch.tensor(starts, device=rows.device)).tolist())
-    made = [part for part in (valid, column, rows, columns) if part is not None]
-    there = iter(to_device_together(made, torch_device))
+    made = [indices for indices in (valid, column, rows, columns) if indices is not None]
+    copied = iter(to_device_together(made, torch_device))
     return Targets(
         tokens=tokens,
         valid_tokens=labels.shape[0],
-        valid=None if valid is None else next(there),
-        column=None if column is None else next(there),
-        owned=Owned(next(there), next(there)),
+        valid=None if valid is None else next(copied),
+        column=None if column is None else next(copied),
+        owned=Owned(next(copied), next(copied)),
         ends=ends,
         starts=starts,
     )

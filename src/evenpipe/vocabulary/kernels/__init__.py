@@ -33,10 +33,10 @@ def choose(options: LossOptions, like: Tensor) -> Kernels:
 
     Raises InputError if Triton is selected and cannot run.
     """
-    wanted = options.kernels
-    if wanted == "auto":
-        wanted = "triton" if like.is_cuda and _has_triton() else "torch"
-    if wanted == "torch":
+    version = options.kernels
+    if version == "auto":
+        version = "triton" if like.is_cuda and _has_triton() else "torch"
+    if version == "torch":
         return Kernels()
     if not _has_triton():
         raise InputError('kernels is "triton", which is not installed; "auto" and "torch" work without it.')

@@ -44,22 +44,22 @@ class Kernels:
     ) -> None:
         """Convert a block of logits, of tokens from `first` on, to statistics [tokens, k] and, for gradients,
         exponentials."""
-        for part, values in _parts_of_logits(rooms, state, statistics.dtype, gradients=gradients):
-            owned = state.targets.owned_between(first + part.start, first + part.stop)
-            _exponentiate_(values, owned, state.options, statistics[part])
+        for rows, values in _parts_of_logits(rooms, state, statistics.dtype, gradients=gradients):
+            owned = state.targets.owned_between(first + rows.start, first + rows.stop)
+            _exponentiate_(values, owned, state.options, statistics[rows])
 
     def exponentials_again(self, rooms: Rooms, first_column: int, maximum: Tensor, state: OutputState) -> None:
         """Convert logits of all tokens and the shard's columns from `first_column` on to the same exponentials again.
 
         maximum: [tokens], of the whole shard.
         """
-        for part, values in _parts_of_logits(rooms, state, maximum.dtype, gradients=True):
-            _exp_(values.sub_(maximum[part, None]))
+        for rows, values in _parts_of_logits(rooms, state, maximum.dtype, gradients=True):
+            _exp_(values.sub_(maximum[rows, None]))
         owned, columns = state.targets.owned, rooms.exponentials.shape[1]
         shifted = owned.columns - first_column
-        here = (shifted >= 0) & (shifted < columns)
+        in_columns = (shifted >= 0) & (shifted < columns)
         at_target = (owned.rows, shifted.clamp_(0, columns - 1))
-        rooms.exponentials[at_target] = torch.where(here, 0.0, rooms.exponentials[at_target])
+        rooms.exponentials[at_target] = torch.where(in_columns, 0.0, rooms.exponentials[at_target])
 
     combine = staticmethod(combine_plainly)
 
@@ -135,8 +135,8 @@ def _parts_of_logits(
     slopes = buffers.take(size, columns, rooms.logits, dtype) if with_slope else None
     bias = None if rooms.bias is None else rooms.bias.to(dtype)
     for start in range(0, tokens, size):
-        part = slice(start, min(tokens, start + size))
-        values, exponentials = rooms.logits[part], rooms.exponentials[part]
+        rows = slice(start, min(tokens, start + size))
+        values, exponentials = rooms.logits[rows], rooms.exponentials[rows]
         if widened is not None:
             values = widened[: len(values)].copy_(values)
         if bias is not None:
@@ -146,11 +146,11 @@ def _parts_of_logits(
         slope = None if slopes is None else slopes[: len(values)]
         if options.soft_cap is not None:
             _soft_cap_(values, options.soft_cap, slope)
-        yield part, values
+        yield rows, values
         if slope is not None:
             values.mul_(slope)
             if rooms.derivative is not None:
-                rooms.derivative[part] = slope
+                rooms.derivative[rows] = slope
         if gradients and values.data_ptr() != exponentials.data_ptr():
             exponentials.copy_(values)
     buffers.give(widened, slopes)

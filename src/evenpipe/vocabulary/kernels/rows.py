@@ -24,9 +24,9 @@ WEIGHTED = tl.constexpr(combination.WEIGHTED)
 
 
 @triton.jit
-def _logits(logits, bias, offsets, there, inside, TYPE: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _logits(logits, bias, offsets, in_memory, inside, TYPE: tl.constexpr, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Return some numbers of a row of X W^T, with bias and scale."""
-    values = tl.load(logits + offsets, mask=there, other=0.0).to(TYPE)
+    values = tl.load(logits + offsets, mask=in_memory, other=0.0).to(TYPE)
     if HAS_BIAS:
         values += tl.load(bias + offsets, mask=inside, other=0.0).to(TYPE)
     return values * SCALE
@@ -87,8 +87,8 @@ def exponentials_of_rows(
         at_target = tl.zeros([SIZE], TYPE)
         for start in range(0, columns, SIZE):
             offsets = start + tl.arange(0, SIZE)
-            inside, there = offsets < columns, offsets < width
-            z = _logits(logits, bias, offsets, there, inside, TYPE, SCALE, HAS_BIAS)
+            inside, in_memory = offsets < columns, offsets < width
+            z = _logits(logits, bias, offsets, in_memory, inside, TYPE, SCALE, HAS_BIAS)
             if CAP != 0:
                 z, _slope = _soft_cap(z, CAP)
             at_target += tl.where(offsets == target, z, 0.0)
@@ -101,26 +101,26 @@ def exponentials_of_rows(
     weighted = tl.zeros([SIZE], TYPE)
     for start in range(0, columns, SIZE):
         offsets = start + tl.arange(0, SIZE)
-        inside, there = offsets < columns, offsets < width
-        z = _logits(logits, bias, offsets, there, inside, TYPE, SCALE, HAS_BIAS)
+        inside, in_memory = offsets < columns, offsets < width
+        z = _logits(logits, bias, offsets, in_memory, inside, TYPE, SCALE, HAS_BIAS)
         slope = tl.full([SIZE], 1.0, TYPE)
         if CAP != 0:
             z, slope = _soft_cap(z, CAP)
-        other = inside & counts & (offsets + first_column != target)
-        e = tl.exp(tl.where(other, z - shift, float("-inf")))
+        is_other = inside & counts & (offsets + first_column != target)
+        e = tl.exp(tl.where(is_other, z - shift, float("-inf")))
         total += e
         if ENTROPY:
             weighted += tl.where(e > 0.0, (z - shift) * e, 0.0)
         if SMOOTHS:
-            distances += tl.where(other, z - shift, 0.0)
+            distances += tl.where(is_other, z - shift, 0.0)
         if STORES:
             if CAP != 0:
                 e *= slope
             to = exponentials + row * exponentials_stride + offsets
-            tl.store(to, tl.where(other, e, 0.0).to(exponentials.dtype.element_ty), mask=there)
+            tl.store(to, tl.where(is_other, e, 0.0).to(exponentials.dtype.element_ty), mask=in_memory)
         if STORES_DERIVATIVE:
             to = derivative + row * derivative_stride + offsets
-            tl.store(to, tl.where(counts, slope, 0.0).to(derivative.dtype.element_ty), mask=there)
+            tl.store(to, tl.where(counts, slope, 0.0).to(derivative.dtype.element_ty), mask=in_memory)
 
     if not AGAIN:
         tl.store(statistics + MAXIMUM, maximum)
@@ -178,18 +178,18 @@ def combine_rows(
     total, target, above, count, weighted = zero, zero, zero, zero, zero
     for shard in range(0, shards):
         of_shard = statistics + (shard * tokens + offsets) * NUMBERS
-        own = tl.load(of_shard + MAXIMUM, mask=inside, other=0.0).to(tl.float64)
-        own_total = tl.load(of_shard + SUM, mask=inside, other=0.0).to(tl.float64)
-        total += own_total * tl.exp(own - maximum)
+        shard_maximum = tl.load(of_shard + MAXIMUM, mask=inside, other=0.0).to(tl.float64)
+        shard_total = tl.load(of_shard + SUM, mask=inside, other=0.0).to(tl.float64)
+        total += shard_total * tl.exp(shard_maximum - maximum)
         if ENTROPY:
-            own_weighted = tl.load(of_shard + NUMBERS + WEIGHTED, mask=inside, other=0.0).to(tl.float64)
-            lower = tl.where(own_total > 0.0, own - maximum, 0.0)
-            weighted += (own_weighted + lower * own_total) * tl.exp(own - maximum)
+            shard_weighted = tl.load(of_shard + NUMBERS + WEIGHTED, mask=inside, other=0.0).to(tl.float64)
+            lower = tl.where(shard_total > 0.0, shard_maximum - maximum, 0.0)
+            weighted += (shard_weighted + lower * shard_total) * tl.exp(shard_maximum - maximum)
         target += tl.load(of_shard + TARGET, mask=inside, other=0.0).to(tl.float64)
         if SMOOTHING != 0:
             terms = tl.load(of_shard + COUNT, mask=inside, other=0.0).to(tl.float64)
             distances = tl.load(of_shard + TOTAL, mask=inside, other=0.0).to(tl.float64)
-            above += distances + terms * tl.where(terms > 0.0, own - maximum, 0.0)
+            above += distances + terms * tl.where(terms > 0.0, shard_maximum - maximum, 0.0)
             count += terms
 
     odds = maximum - target + tl.log(total)
@@ -349,23 +349,23 @@ def add_label_rows(
     offsets = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = offsets < hidden_size
     column = tl.load(entry_columns + entry)
-    before = tl.load(entry_columns + entry - 1, mask=entry > 0, other=-1)
-    if (column >= 0) & (column != before):
+    previous_column = tl.load(entry_columns + entry - 1, mask=entry > 0, other=-1)
+    if (column >= 0) & (column != previous_column):
         TYPE = target_coefficients.dtype.element_ty
         sums = tl.zeros([SIZE], TYPE)
         coefficients = tl.zeros([1], TYPE)
-        found = ENTRIES
-        while found == ENTRIES:
+        matches = ENTRIES
+        while matches == ENTRIES:
             some = entry + tl.arange(0, ENTRIES)
             same = tl.load(entry_columns + some, mask=some < entries, other=-1) == column
             row = tl.load(entry_rows + some, mask=same, other=0)
             coefficient = tl.load(target_coefficients + _token_of(row, valid, HAS_VALID), mask=same, other=0.0)
             if HAS_WEIGHT:
-                places = row[:, None] * hidden_stride + offsets[None, :]
-                x = tl.load(hidden + places, mask=same[:, None] & inside[None, :], other=0.0)
+                addresses = row[:, None] * hidden_stride + offsets[None, :]
+                x = tl.load(hidden + addresses, mask=same[:, None] & inside[None, :], other=0.0)
                 sums += tl.sum(coefficient[:, None] * x.to(TYPE), 0)
             coefficients += tl.sum(coefficient, 0)
-            found = tl.sum(same.to(tl.int32), 0)
+            matches = tl.sum(same.to(tl.int32), 0)
             entry += ENTRIES
         if HAS_WEIGHT:
             to = weight_gradient + column * gradient_stride + offsets

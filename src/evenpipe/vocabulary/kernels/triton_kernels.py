@@ -106,8 +106,8 @@ class TritonKernels(Kernels):
         )
 
     def exponentials_again(self, rooms: Rooms, first_column: int, maximum: Tensor, state: OutputState) -> None:
-        again = {"AGAIN": True, "NUMBERS": 1, "SMOOTHS": False, "ENTROPY": False, "STORES": True}
-        _launch_over_logits(rooms, state.options, (maximum, state.targets.column), first_column, **again)
+        constants = {"AGAIN": True, "NUMBERS": 1, "SMOOTHS": False, "ENTROPY": False, "STORES": True}
+        _launch_over_logits(rooms, state.options, (maximum, state.targets.column), first_column, **constants)
 
     @staticmethod
     def combine(
@@ -136,9 +136,9 @@ class TritonKernels(Kernels):
             ENTROPY=options.entropy,
             SIZE=TOKENS_AT_ONCE,
         )
-        losses, log_probabilities, log_sum_exp, maximum, others, target, *more = results.unbind()
-        uniform = more[0] if smooths else None
-        entropies = more[-1] if options.entropy else None
+        losses, log_probabilities, log_sum_exp, maximum, others, target, *optional = results.unbind()
+        uniform = optional[0] if smooths else None
+        entropies = optional[-1] if options.entropy else None
         return Combined(losses, log_probabilities, log_sum_exp, maximum, others, target, uniform, entropies)
 
     def hidden_gradient(self, state: OutputState, combined: Combined, weight: Tensor, products: Products) -> Tensor:
