@@ -36,26 +36,26 @@ class Arrivals:
         self._copied = None if device.data_ptr() == host.data_ptr() else host.unbind()
         self._places: dict[int, int] = {}
         self._last = [0] * STREAMS
-        for place in range(STREAMS):  # load kernels while nobody waits for this process: torch has one per alignment
-            self._write(place, 0)
+        for index in range(STREAMS):  # load kernels while nobody waits for this process: torch has one per alignment
+            self._write(index, 0)
 
     def mark(self) -> Callable[[], bool]:
         """Mark the work queued on the current stream. Return a function that tells whether the stream has done it,
         callable on any thread and without CUDA. If the GPU fails, it stays False."""
         stream = torch.cuda.current_stream(self._torch_device).cuda_stream
-        place = self._places.get(stream, len(self._places))
-        if place == STREAMS:  # streams of others: waits on the last ones are not watched
+        index = self._places.get(stream, len(self._places))
+        if index == STREAMS:  # streams of others: waits on the last ones are not watched
             return lambda: True
-        self._places[stream] = place
-        number = self._last[place] = self._last[place] + 1
-        self._write(place, number)
-        return lambda: bool(self._numbers[place] >= number)
+        self._places[stream] = index
+        number = self._last[index] = self._last[index] + 1
+        self._write(index, number)
+        return lambda: bool(self._numbers[index] >= number)
 
-    def _write(self, place: int, number: int) -> None:
+    def _write(self, index: int, number: int) -> None:
         """Write in the current stream: one kernel of one thread, some microseconds to start and to run."""
-        self._written[place].fill_(number)
+        self._written[index].fill_(number)
         if self._copied is not None:
-            self._copied[place].copy_(self._written[place], non_blocking=True)
+            self._copied[index].copy_(self._written[index], non_blocking=True)
 
 
 @functools.cache

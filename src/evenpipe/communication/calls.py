@@ -66,8 +66,8 @@ def check_names(rows: Sequence[Sequence[int]], members: Sequence[int]) -> None:
         callers.setdefault(tuple(row[:NAME]), []).append(member)
     if len(callers) > 1:
         by_rank = sorted((sorted(ranks), _decoded(name)) for name, ranks in callers.items())
-        said = ", ".join(f"{processes(ranks)} called {name}" for ranks, name in by_rank)
-        raise InputError(f"{said}: every process must call it")
+        message = ", ".join(f"{processes(ranks)} called {name}" for ranks, name in by_rank)
+        raise InputError(f"{message}: every process must call it")
 
 
 def gather_numbers(
@@ -77,8 +77,8 @@ def gather_numbers(
     with this. Collective over the communicator."""
     if communicator is None:
         return [list(numbers)]
-    own = torch.tensor(numbers, dtype=torch.int64, device=torch_device)
-    table: Tensor = communicator.all_gather(own, what).wait(needed_by)
+    own_numbers = torch.tensor(numbers, dtype=torch.int64, device=torch_device)
+    table: Tensor = communicator.all_gather(own_numbers, what).wait(needed_by)
     return table.tolist()
 
 

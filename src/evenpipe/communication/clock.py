@@ -49,11 +49,13 @@ def read_clocks(communicator: Communicator | None, members: Sequence[int], torch
     """
     if communicator is None or len(members) == 1:
         return Reading(now(), 0.0, 0.0)
-    first, *others = members
+    first, *other_members = members
     if communicator.rank == first:
-        for member in others:
-            asked = torch.tensor(_ask(communicator, member, torch_device), dtype=torch.float64, device=torch_device)
-            communicator.send(asked, member, "a reading of its clock").wait("the clocks")
+        for member in other_members:
+            offset_reading = torch.tensor(
+                _ask(communicator, member, torch_device), dtype=torch.float64, device=torch_device
+            )
+            communicator.send(offset_reading, member, "a reading of its clock").wait("the clocks")
         return Reading(now(), 0.0, 0.0)
     _answer(communicator, first, torch_device)
     reading = torch.zeros(3, dtype=torch.float64, device=torch_device)
@@ -66,12 +68,14 @@ def _ask(communicator: Communicator, member: int, torch_device: torch.device) ->
     number = torch.zeros(1, dtype=torch.float64, device=torch_device)
     best = (0.0, 0.0, float("inf"))
     for _ in range(ROUNDS):
-        asked = now()
+        sent_at = now()
         communicator.send(number, member, "a question for the time").wait("the clocks")
         communicator.receive(number, member, "the time").wait("the clocks")
         theirs = number.item()
         answered = now()
-        best = min(best, (theirs, theirs - (asked + answered) / 2, (answered - asked) / 2), key=lambda entry: entry[2])
+        best = min(
+            best, (theirs, theirs - (sent_at + answered) / 2, (answered - sent_at) / 2), key=lambda entry: entry[2]
+        )
     theirs, offset, uncertainty = best
     return theirs, 0.0 if abs(offset) <= uncertainty else offset, uncertainty
 

@@ -133,21 +133,21 @@ class Communicator:
         """Send `tensor` to the next member, and fill `buffer` with what the previous one sends; the last one's next is
         the first. All members call it, with the same shape and dtype."""
         count = len(self.members)
-        after, before = self.members[(self.position + 1) % count], self.members[self.position - 1]
+        successor, predecessor = self.members[(self.position + 1) % count], self.members[self.position - 1]
 
         def start(host: Tensor, host_buffer: Tensor) -> Any:
             # One batch: NCCL would wait for the other side of each alone.
-            sent = dist.P2POp(dist.isend, host, after, self.group)
-            return dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, host_buffer, before, self.group)])
+            sent = dist.P2POp(dist.isend, host, successor, self.group)
+            return dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, host_buffer, predecessor, self.group)])
 
-        return self._start(what, (before, after), start, reads=tensor, writes=buffer)
+        return self._start(what, (predecessor, successor), start, reads=tensor, writes=buffer)
 
     # -- collectives: every member calls them in the same order ------------------------------------
 
     def broadcast(self, tensor: Tensor, root: int, what: str) -> Handle:
         """Send root's `tensor` to all other members, into their `tensor`."""
-        given = {"reads": tensor} if root == self.rank else {"writes": tensor}
-        return self._collective(what, root, lambda host: dist.broadcast(host, root, self.group, async_op=True), **given)
+        roles = {"reads": tensor} if root == self.rank else {"writes": tensor}
+        return self._collective(what, root, lambda host: dist.broadcast(host, root, self.group, async_op=True), **roles)
 
     def reduce(self, tensor: Tensor, root: int, what: str) -> Handle:
         """Add the members' `tensor`s into root's.
@@ -156,9 +156,9 @@ class Communicator:
         content is destroyed. Pass a scratch tensor. The sum is computed in the tensor's dtype (use fp32), and for three
         or more members in an order that the library chooses: the same every time, but not that of the members.
         """
-        given = {"both": tensor} if root == self.rank else {"reads": tensor}
+        roles = {"both": tensor} if root == self.rank else {"reads": tensor}
         return self._collective(
-            what, root, lambda host: dist.reduce(host, root, group=self.group, async_op=True), **given
+            what, root, lambda host: dist.reduce(host, root, group=self.group, async_op=True), **roles
         )
 
     def all_gather(self, tensor: Tensor, what: str, output: Tensor | None = None) -> Handle:
@@ -244,10 +244,10 @@ class Communicator:
             # Gloo's other all-to-all, which takes parts in any order, wants all of them equal.
             both = (dist.irecv, host_output.split(list(received))), (dist.isend, host.split(list(sent)))
             messages = [
-                dist.P2POp(operation, part, member, self.group)
+                dist.P2POp(operation, rows_of_member, member, self.group)
                 for operation, parts in both
-                for member, part in zip(self.members, parts, strict=True)
-                if member != self.rank and len(part)
+                for member, rows_of_member in zip(self.members, parts, strict=True)
+                if member != self.rank and len(rows_of_member)
             ]
             return dist.batch_isend_irecv(messages) if messages else []
 
@@ -299,9 +299,9 @@ class Communicator:
         if at_root:
             parts = self._parts(counts)
             messages = [
-                (member, part)
-                for member, part in zip(self.members, parts, strict=True)
-                if member != root and part.start < part.stop
+                (member, rows_of_member)
+                for member, rows_of_member in zip(self.members, parts, strict=True)
+                if member != root and rows_of_member.start < rows_of_member.stop
             ]
         else:
             messages = [(root, slice(None))] if expected else []
@@ -313,13 +313,13 @@ class Communicator:
         def start(host: Tensor) -> Any:
             # One batch on every side, so that NCCL runs root's messages as one operation.
             return dist.batch_isend_irecv(
-                [dist.P2POp(operation, host[part], member, self.group) for member, part in messages]
+                [dist.P2POp(operation, host[rows_of_member], member, self.group) for member, rows_of_member in messages]
             )
 
         # If root receives, its own rows are in the same tensor: a staged copy back must not lose them, hence "both".
-        given = {"reads": rows} if sends else {"both": rows} if at_root else {"writes": rows}
+        roles = {"reads": rows} if sends else {"both": rows} if at_root else {"writes": rows}
         peers = tuple(member for member, _ in messages)
-        return self._start(what, peers, start, **given)
+        return self._start(what, peers, start, **roles)
 
     # -- how an operation is started ---------------------------------------------------------------
 
@@ -329,7 +329,7 @@ class Communicator:
         )
         if self.group is None:
             return Handle(self, what, (), ())
-        peers = self.others if root in (None, self.rank) else (root, *(other for other in self.others if other != root))
+        peers = self.others if root in (None, self.rank) else (root, *(peer for peer in self.others if peer != root))
         return self._start(what, peers, lambda *hosts: [start(*hosts)], **given)
 
     def _start(
@@ -364,7 +364,7 @@ class Communicator:
         if self.watch is not None:
             self.watch.awaiting(what, needed_by, self.name, peers)
             return self.watch.explain(error)
-        before = f" for {needed_by}" if needed_by else ""
+        purpose = f" for {needed_by}" if needed_by else ""
         return RunError(
-            f"process {self.rank}, awaiting {what}{before} from process {', '.join(map(str, peers))}: {error}"
+            f"process {self.rank}, awaiting {what}{purpose} from process {', '.join(map(str, peers))}: {error}"
         )

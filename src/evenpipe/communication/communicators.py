@@ -71,9 +71,9 @@ class Communicators:
         self._by_name: dict[str, Communicator] = {}
         nccl, groups, arrivals = nccl or NcclOptions(), list(groups), None
         if by_nccl:
-            own = [name for name, lines in groups if any(rank in line and len(line) > 1 for line in lines)]
+            own_names = [name for name, lines in groups if any(rank in line and len(line) > 1 for line in lines)]
             multiprocessors = torch.cuda.get_device_properties(self.torch_device).multi_processor_count
-            if (warning := nccl.check_channels(own, multiprocessors)) and rank == 0:
+            if (warning := nccl.check_channels(own_names, multiprocessors)) and rank == 0:
                 logger.warning(warning)
             arrivals = arrivals_on(self.torch_device) if watch else None
             with watch.during("the making of communicators", "default", watch.others) if watch else nullcontext():
@@ -190,14 +190,14 @@ def _maker(by_nccl: bool, torch_device: torch.device, timeout: timedelta, nccl: 
         )
 
     def line_by_line(name: str, lines: list[list[int]]) -> dist.ProcessGroup | None:
-        own, rank = None, dist.get_rank()
+        own_group, rank = None, dist.get_rank()
         for members in lines:
             options: dict[str, Any] = {"backend": "gloo"}
             if by_nccl:
                 options = {"backend": "nccl", "pg_options": nccl.of_group(name, timeout), "device_id": torch_device}
             group = dist.new_group(members, timeout=timeout, group_desc=name, **options)
-            own = group if rank in members else own
-        return own
+            own_group = group if rank in members else own_group
+        return own_group
 
     if not by_nccl or bound_device() is None:
         return line_by_line

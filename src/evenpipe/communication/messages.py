@@ -48,10 +48,10 @@ def gather_values(value: Any, group: dist.ProcessGroup | None, called: str = "")
         InputError: on every process, if they were called for different methods.
     """
     size, device = dist.get_world_size(group), _device(group)
-    own = _encode(value)
-    counts = _gather_lengths(len(own), group, called)
+    message = _encode(value)
+    counts = _gather_lengths(len(message), group, called)
     padded = torch.zeros(max(counts), dtype=torch.uint8)
-    padded[: len(own)] = own
+    padded[: len(message)] = message
     table = torch.empty(size * len(padded), dtype=torch.uint8, device=device)
     ALL_GATHER(table, padded.to(device), group=group)
     rows = table.cpu().view(size, -1)
@@ -64,9 +64,9 @@ def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None, ca
     called: as for `gather_values`, which also says what is raised.
     """
     device, is_source = _device(group), dist.get_rank() == source
-    own = _encode(value if is_source else None)
-    length = _gather_lengths(len(own), group, called)[dist.get_process_group_ranks(group).index(source)]
-    content = own.to(device) if is_source else torch.empty(length, dtype=torch.uint8, device=device)
+    message = _encode(value if is_source else None)
+    length = _gather_lengths(len(message), group, called)[dist.get_process_group_ranks(group).index(source)]
+    content = message.to(device) if is_source else torch.empty(length, dtype=torch.uint8, device=device)
     dist.broadcast(content, source, group=group)
     return _decode(content.cpu())
 
@@ -102,12 +102,12 @@ def _decode(content: Tensor) -> Any:
         raise RunError(f"another process sent invalid JSON: {error}") from error
 
 
-def _gather_lengths(own: int, group: dist.ProcessGroup | None, called: str) -> Sequence[int]:
+def _gather_lengths(length: int, group: dist.ProcessGroup | None, called: str) -> Sequence[int]:
     """Return the bytes of every process's message, by rank."""
     device = _device(group)
     members = dist.get_process_group_ranks(group)
     table = torch.empty(len(members) * ROW, dtype=torch.int64, device=device)
-    ALL_GATHER(table, row_of(called, [own], device), group=group)
+    ALL_GATHER(table, row_of(called, [length], device), group=group)
     rows = table.view(-1, ROW).tolist()
     check_names(rows, members)
     return _checked([row[NAME] for row in rows])

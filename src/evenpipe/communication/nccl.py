@@ -85,8 +85,8 @@ class NcclOptions:
         Raises:
             InputError: they could occupy the whole GPU.
         """
-        most = os.environ.get("NCCL_MAX_CTAS", "")
-        held = {name: int(most) if most.isdecimal() else self.channels_of(name) or USUAL_CHANNELS for name in names}
+        limit = os.environ.get("NCCL_MAX_CTAS", "")
+        held = {name: int(limit) if limit.isdecimal() else self.channels_of(name) or USUAL_CHANNELS for name in names}
         of_program = sum(channels for name, channels in held.items() if _is_of_program(name))
         in_passes = max((channels for name, channels in held.items() if not _is_of_program(name)), default=0)
         occupied = f"{of_program} of {multiprocessors} multiprocessors while they wait for other processes"

@@ -24,12 +24,12 @@ class Staging:
         Returns when the copies are complete, because gloo may read them at once. The host tensors live as long as the
         handle.
         """
-        given = [tensor for tensor in (reads, writes, both) if tensor is not None]
-        hosts = [self._host_memory(tensor) for tensor in given]
-        out = [(tensor, host) for tensor, host in zip(given, hosts, strict=True) if tensor is not writes]
+        tensors = [tensor for tensor in (reads, writes, both) if tensor is not None]
+        hosts = [self._host_memory(tensor) for tensor in tensors]
+        out = [(tensor, host) for tensor, host in zip(tensors, hosts, strict=True) if tensor is not writes]
         if out:  # a plain receive does not wait for the GPU's computation
             self._copy_out(out)
-        back = [(tensor, host) for tensor, host in zip(given, hosts, strict=True) if tensor is not reads]
+        back = [(tensor, host) for tensor, host in zip(tensors, hosts, strict=True) if tensor is not reads]
 
         def finish() -> None:
             for tensor, host in back:

@@ -74,14 +74,14 @@ class FileCopies:
     def _submit(self, threads: ThreadPoolExecutor, move: _Move, moves: Sequence[Move], behind: Ticket | None) -> Ticket:
         addresses = [(slot, storage.data_ptr(), storage.nbytes()) for storage, slot in moves]
         stamps: list[float] = []
-        after = None if behind is None else behind.over
-        return Ticket(threads.submit(self._copy, move, addresses, after, stamps), stamps)
+        out_is_over = None if behind is None else behind.over
+        return Ticket(threads.submit(self._copy, move, addresses, out_is_over, stamps), stamps)
 
     def _copy(
-        self, move: _Move, addresses: list[tuple[Slot, int, int]], after: Future[None] | None, stamps: list[float]
+        self, move: _Move, addresses: list[tuple[Slot, int, int]], out_is_over: Future[None] | None, stamps: list[float]
     ) -> None:
-        if after is not None:
-            after.result()
+        if out_is_over is not None:
+            out_is_over.result()
         stamps.append(clock.now())
         for slot, address, size in addresses:
             slab = self._pool.slabs[slot.slab]
@@ -131,9 +131,9 @@ class StreamCopies:
             for storage, slot in moves:
                 slab = self._pool.slabs[slot.slab]
                 assert isinstance(slab, PinnedSlab)
-                there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                here = slab.view(slot, storage.nbytes())
-                target, source = (here, there) if to_host else (there, here)
+                on_device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                on_host = slab.view(slot, storage.nbytes())
+                target, source = (on_host, on_device) if to_host else (on_device, on_host)
                 target.copy_(source, non_blocking=True)
             events[1].record(stream)
         return Ticket(events[1], events)

@@ -180,8 +180,8 @@ class Activations:
         """
         memories: list[_Memory] = []
         slots: list[Slot] = []
-        for one in self._stashes.pop(key):
-            memory = one()
+        for reference in self._stashes.pop(key):
+            memory = reference()
             if memory is None:
                 continue
             memory.check()
@@ -190,8 +190,8 @@ class Activations:
                 memories.append(memory)
                 slots.append(slot)
             elif not self._keep_when_full:
-                for taken in slots:
-                    self.pool.give(taken)
+                for reserved in slots:
+                    self.pool.give(reserved)
                 raise RunError(
                     f"offload: the host has no room for {memory.bytes} bytes of stage {key[0]}, microbatch {key[1]}:"
                     f' {self.pool.used} bytes are used; expected more host_memory, or when_full = "keep"'
@@ -271,11 +271,11 @@ class KeptOnDevice:
 
         @functools.wraps(forward)
         def staying(*args: Any, **kwargs: Any) -> Any:
-            before, activations.active = activations.active, False
+            was_active, activations.active = activations.active, False
             try:
                 return forward(*args, **kwargs)
             finally:
-                activations.active = before
+                activations.active = was_active
 
         return staying
 

@@ -89,9 +89,11 @@ class HostAdamW(torch.optim.AdamW):
             (parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad),
             share,
         )
-        self._host = _pinned([one for one in self._hosted if one.device.type != "cpu"])
+        self._host = _pinned([parameter for parameter in self._hosted if parameter.device.type != "cpu"])
         """By parameter and name, moments of the parameter's shape on the host."""
-        in_file, self._map = _in_file([one for one in self._hosted if one.device.type == "cpu"], directory)
+        in_file, self._map = _in_file(
+            [parameter for parameter in self._hosted if parameter.device.type == "cpu"], directory
+        )
         self._host |= in_file
         self._streams: tuple[Any, Any] | None = None
 
@@ -108,12 +110,12 @@ class HostAdamW(torch.optim.AdamW):
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in trained:
                 self._state_of(parameter, group)
-            on_device: list[Tensor] = [one for one in trained if one not in self._hosted]
-            states = [self.state[one] for one in on_device]
+            on_device: list[Tensor] = [parameter for parameter in trained if parameter not in self._hosted]
+            states = [self.state[parameter] for parameter in on_device]
             moments = [[state[name] for state in states] for name in MOMENTS]
-            gradients = [_gradient(one) for one in on_device]
+            gradients = [_gradient(parameter) for parameter in on_device]
             _update(group, on_device, gradients, moments, [state["step"] for state in states])
-            pieces = [piece for one in trained if one in self._hosted for piece in self._pieces(one)]
+            pieces = [piece for parameter in trained if parameter in self._hosted for piece in self._pieces(parameter)]
             self._stream(group, pieces)
             for parameter in trained:
                 if parameter in self._hosted:
@@ -131,18 +133,18 @@ class HostAdamW(torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does, but without copying moments of the host to the device."""
-        given = [number for group in state_dict["param_groups"] for number in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         held = [parameter for group in self.param_groups for parameter in group["params"]]
-        others, moments = dict(state_dict["state"]), []
-        for number, parameter in zip(given, held, strict=False):  # torch reports different lengths
-            if parameter in self._hosted and number in others:
-                state = dict(others[number])
-                found = {name: state.pop(name) for name in MOMENTS if name in state}
-                others[number] = state
-                moments.append((parameter, found))
-        super().load_state_dict({**state_dict, "state": others})
-        for parameter, found in moments:
-            for name, moment in found.items():
+        states, moments = dict(state_dict["state"]), []
+        for number, parameter in zip(numbers, held, strict=False):  # torch reports different lengths
+            if parameter in self._hosted and number in states:
+                state = dict(states[number])
+                removed = {name: state.pop(name) for name in MOMENTS if name in state}
+                states[number] = state
+                moments.append((parameter, removed))
+        super().load_state_dict({**state_dict, "state": states})
+        for parameter, removed in moments:
+            for name, moment in removed.items():
                 self.state[parameter][name] = self._host[parameter, name].copy_(moment)
 
     def _state_of(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
@@ -157,11 +159,11 @@ class HostAdamW(torch.optim.AdamW):
         if parameter not in self._hosted:
             return
         for name in MOMENTS:
-            there = self._host[parameter, name]
-            given = state.get(name)
-            if given is not there:  # in the first step, or after loading a checkpoint
-                there.zero_() if given is None else there.copy_(given)
-                state[name] = there
+            hosted = self._host[parameter, name]
+            moment = state.get(name)
+            if moment is not hosted:  # in the first step, or after loading a checkpoint
+                hosted.zero_() if moment is None else hosted.copy_(moment)
+                state[name] = hosted
 
     def _pieces(self, parameter: nn.Parameter) -> Iterator[_Piece]:
         elements = max(_WIDTH, self._bucket_bytes // parameter.element_size() // _WIDTH * _WIDTH)

@@ -47,11 +47,11 @@ def slab_size(size: int, room: int | None, *, powers: bool) -> int | None:
 
     powers: a power of two, for a `PinnedSlab`.
     """
-    least = _power_from(size) if powers else size
+    minimum = _power_from(size) if powers else size
     if room is None:
-        return max(least, SLAB)
-    most = 1 << (room.bit_length() - 1) if powers and room else room
-    return min(max(least, SLAB), most) if least <= most else None
+        return max(minimum, SLAB)
+    maximum = 1 << (room.bit_length() - 1) if powers and room else room
+    return min(max(minimum, SLAB), maximum) if minimum <= maximum else None
 
 
 def _power_from(size: int) -> int:
@@ -85,11 +85,11 @@ class HostPool:
         slot = self._fit(size)
         if slot is None:
             room = None if self._limit is None else (self._limit - self.size) // PAGE * PAGE
-            wanted = slab_size(size, room, powers=self._powers)
-            if wanted is None:
+            slab_bytes = slab_size(size, room, powers=self._powers)
+            if slab_bytes is None:
                 return None
-            self.slabs.append(self._make(wanted))
-            self._free.append([(0, wanted)])
+            self.slabs.append(self._make(slab_bytes))
+            self._free.append([(0, slab_bytes)])
             slot = self._fit(size)
             assert slot is not None
         self.used += size
@@ -109,14 +109,14 @@ class HostPool:
 
     def _fit(self, size: int) -> Slot | None:
         """Return the smallest free range that is large enough."""
-        found: tuple[int, int, int] | None = None
+        best: tuple[int, int, int] | None = None
         for number, free in enumerate(self._free):
             for first, last in free:
-                if last - first >= size and (found is None or last - first < found[0]):
-                    found = (last - first, number, first)
-        if found is None:
+                if last - first >= size and (best is None or last - first < best[0]):
+                    best = (last - first, number, first)
+        if best is None:
             return None
-        _, number, first = found
+        _, number, first = best
         free = self._free[number]
         at = next(index for index, stretch in enumerate(free) if stretch[0] == first)
         last = free[at][1]
@@ -135,8 +135,12 @@ def carve(sizes: Sequence[int]) -> tuple[list[int], list[Slot]]:
     slabs: list[int] = []
     slots: dict[int, Slot] = {}
     while left:
-        least, most = _power_from(pages[left[0]]), _power_from(sum(pages[index] for index in left))
-        powers = [most] if most <= SLAB else [1 << bit for bit in range(least.bit_length() - 1, most.bit_length())]
+        smallest, largest = _power_from(pages[left[0]]), _power_from(sum(pages[index] for index in left))
+        powers = (
+            [largest]
+            if largest <= SLAB
+            else [1 << bit for bit in range(smallest.bit_length() - 1, largest.bit_length())]
+        )
         filled = {power: _filled(power, left, pages) for power in reversed(powers)}
         slab = max(filled, key=lambda power: sum(pages[index] for index in filled[power]) / power)
         offset = 0
@@ -228,12 +232,12 @@ class FileSlab:
 
     def _whole(self, move: Callable[..., int], address: int, size: int, offset: int) -> None:
         memory = memoryview((ctypes.c_char * size).from_address(address))
-        done = 0
-        while done < size:  # the system moves at most 2 GiB at a time
-            moved = move(self._file.fileno(), [memory[done:]], offset + done)
+        transferred = 0
+        while transferred < size:  # the system moves at most 2 GiB at a time
+            moved = move(self._file.fileno(), [memory[transferred:]], offset + transferred)
             if moved <= 0:
-                raise OSError(f"the file for activations ends at {offset + done}")
-            done += moved
+                raise OSError(f"the file for activations ends at {offset + transferred}")
+            transferred += moved
 
 
 Slab = PinnedSlab | FileSlab

@@ -50,10 +50,10 @@ class Adafactor(torch.optim.Adafactor):
     def __init__(
         self, pipeline: HoldsParameters, *, lr: float = 1e-2, weight_decay: float = 0.0, **options: Any
     ) -> None:
-        self._held = {one.parameter: one for one in pipeline.held_parameters() if one.parameter.requires_grad}
-        for one in self._held.values():
-            if not one.has_rows:
-                raise one.refuse("Adafactor")
+        self._held = {shard.parameter: shard for shard in pipeline.held_parameters() if shard.parameter.requires_grad}
+        for held in self._held.values():
+            if not held.has_rows:
+                raise held.refuse("Adafactor")
         super().__init__(groups_by_decay(self._held), lr=lr, weight_decay=weight_decay, **options)
 
     def is_same_on_all(self, parameter: nn.Parameter, state: str) -> bool:
@@ -67,11 +67,11 @@ class Adafactor(torch.optim.Adafactor):
         for group in self.param_groups:
             self._init_group(group, [], [], [], [], [], [])  # makes the state of parameters with their first gradient
         for communicator, bucket in self._buckets():
-            parts = [number for one in bucket for number in one.statistics()]
+            parts = [number for update in bucket for number in update.statistics()]
             totals = iter(sums(parts, communicator, "factors of the second moments"))
-            squares = [one.update(next(totals), next(totals), next(totals)) for one in bucket]
-            for one, square in zip(bucket, sums(squares, communicator, "norms of updates"), strict=True):
-                one.apply(square)
+            squares = [update.update(next(totals), next(totals), next(totals)) for update in bucket]
+            for update, square in zip(bucket, sums(squares, communicator, "norms of updates"), strict=True):
+                update.apply(square)
         return loss
 
     def _buckets(self) -> Iterator[tuple[Communicator | None, list[_Update]]]:
@@ -90,9 +90,9 @@ class Adafactor(torch.optim.Adafactor):
             agree(communicator, "Adafactor.step", updates[0].held.parameter.device)
             bucket: list[_Update] = []
             elements = 0
-            for one in updates:
-                bucket.append(one)
-                elements += math.prod(one.held.shape)
+            for update in updates:
+                bucket.append(update)
+                elements += math.prod(update.held.shape)
                 if communicator is None or elements >= BUCKET_ELEMENTS:
                     yield communicator, bucket
                     bucket, elements = [], 0
@@ -147,8 +147,8 @@ class _Update:
         gradient = self._gradient
         if gradient is None:
             return torch.zeros_like(square)
-        least = self.group["eps"][0]
-        least = torch.finfo(gradient.dtype).eps if least is None else least
+        epsilon = self.group["eps"][0]
+        epsilon = torch.finfo(gradient.dtype).eps if epsilon is None else epsilon
         if gradient.dim() < 2:
             self.state["variance"].lerp_(gradient * gradient, self._new_share)
             estimate = self.state["variance"].clone()
@@ -160,8 +160,8 @@ class _Update:
                 norms = torch.linalg.vector_norm(gradient, dim=-2, keepdim=True)
                 column_mean, mean = norms.square_().div_(gradient.shape[-2]), row_variance.mean(dim=-2, keepdim=True)
             column_variance.lerp_(column_mean, self._new_share)
-            estimate = (row_variance @ column_variance).div_(mean.clamp(min=least))
-        self._direction = estimate.clamp_(min=least * least).rsqrt_().mul_(gradient)
+            estimate = (row_variance @ column_variance).div_(mean.clamp(min=epsilon))
+        self._direction = estimate.clamp_(min=epsilon * epsilon).rsqrt_().mul_(gradient)
         return torch.linalg.vector_norm(self._direction).square()
 
     def apply(self, square: Tensor) -> None:

@@ -41,7 +41,7 @@ class HeldParameter:
             return True
         parts = math.prod(cut.parts for cut in cuts)
         return (
-            communicator is not None and len(communicator.members) == parts and not any(one.dimension for one in cuts)
+            communicator is not None and len(communicator.members) == parts and not any(cut.dimension for cut in cuts)
         )
 
     def refuse(self, optimizer: str) -> InputError:
@@ -67,8 +67,8 @@ def groups_by_decay(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     """Return two groups for an optimizer: only parameters with two or more dimensions have weight decay."""
     parameters = list(parameters)
     return [
-        {"params": [one for one in parameters if one.dim() >= 2]},
-        {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0},
+        {"params": [parameter for parameter in parameters if parameter.dim() >= 2]},
+        {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0},
     ]
 
 
@@ -124,6 +124,6 @@ def sums(tensors: list[Tensor], communicator: Communicator | None, what: str) ->
     processes gather and add in the same order, so they get the same bits. Without a communicator, return `tensors`."""
     if communicator is None:
         return tensors
-    own = torch.cat([tensor.flatten() for tensor in tensors])
-    parts = communicator.all_gather(own, what).wait(NEEDED_BY).sum(0).split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    parts = communicator.all_gather(flat, what).wait(NEEDED_BY).sum(0).split([tensor.numel() for tensor in tensors])
+    return [total.view(tensor.shape) for total, tensor in zip(parts, tensors, strict=True)]

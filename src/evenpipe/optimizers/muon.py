@@ -74,17 +74,17 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: str | None = "match_rms_adamw",
         **options: Any,
     ) -> None:
-        self._held = {one.parameter: one for one in pipeline.held_parameters() if one.parameter.requires_grad}
+        self._held = {held.parameter: held for held in pipeline.held_parameters() if held.parameter.requires_grad}
         of_layer = matrices_of_layers(pipeline)
-        matrices = [one.parameter for one in self._held.values() if of_layer(one)]
+        matrices = [held.parameter for held in self._held.values() if of_layer(held)]
         for matrix in matrices:
             if not _fits(self._held[matrix]):
                 raise self._held[matrix].refuse("Muon")
         chosen = set(matrices)
-        others = [parameter for parameter in self._held if parameter not in chosen]
+        remaining = [parameter for parameter in self._held if parameter not in chosen]
         options = checked_options(lr=lr, weight_decay=weight_decay, adjust_lr_fn=adjust_lr_fn, **options)
         self._adamw = torch.optim.AdamW(
-            groups_by_decay(others), lr=lr, betas=betas, eps=adamw_eps, weight_decay=weight_decay, fused=True
+            groups_by_decay(remaining), lr=lr, betas=betas, eps=adamw_eps, weight_decay=weight_decay, fused=True
         )
         groups = [{**group, "algorithm": "adamw"} for group in self._adamw.param_groups]
         super().__init__([{**options, "params": matrices, "algorithm": "muon"}, *groups], {})
@@ -95,8 +95,8 @@ class Muon(torch.optim.Optimizer):
         loss = loss_of(closure)
         for group in self.param_groups:
             if group["algorithm"] == "muon":
-                trained = [one for one in group["params"] if one.grad is not None]
-                self._step_spread([one for one in trained if self._is_spread(one)], group)
+                trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+                self._step_spread([parameter for parameter in trained if self._is_spread(parameter)], group)
                 for parameter in trained:
                     if not self._is_spread(parameter):
                         self._step_whole(parameter, group)
@@ -124,8 +124,8 @@ class Muon(torch.optim.Optimizer):
         momentum = self._momentum(parameter, group).view(shape)
         rate = self._decay(parameter, group)
         count = max(1, ELEMENTS_AT_ONCE // max(1, math.prod(shape[1:])))
-        for some, own in zip(parameter.view(shape).split(count), momentum.split(count), strict=True):
-            some.add_(orthogonalise(own, **_of_orthogonalisation(group)), alpha=-rate)
+        for some, update in zip(parameter.view(shape).split(count), momentum.split(count), strict=True):
+            some.add_(orthogonalise(update, **_of_orthogonalisation(group)), alpha=-rate)
 
     def _step_spread(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         """Update spread matrices in rounds of matrices with similar work, the most work first."""
@@ -135,7 +135,9 @@ class Muon(torch.optim.Optimizer):
         assert communicator is not None
         agree(communicator, "Muon.step", parameters[0].device)
         members = len(communicator.members)
-        ordered = sorted(parameters, key=lambda one: -math.prod(self._held[one].shape) * min(self._held[one].shape))
+        ordered = sorted(
+            parameters, key=lambda matrix: -math.prod(self._held[matrix].shape) * min(self._held[matrix].shape)
+        )
         rounds = (
             [
                 (parameter, Visit(self._momentum(parameter, group), self._held[parameter], host))
