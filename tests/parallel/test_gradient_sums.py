@@ -51,7 +51,7 @@ def test_sums_of_several_steps(apart: bool) -> None:
     sums = []
     for parameters, side, copied in zip(replicas, sides, ((), ("dp",)), strict=True):
         held = [Held(one, TensorPlacement((*one.shape,), (), frozenset(copied))) for one in parameters.values()]
-        sums.append(GradientReducer(held, side, ("dp",), "gradients of stage 0", apart=apart))
+        sums.append(GradientReducer(held, side, ("dp",), "gradients of stage 0", set_aside=apart))
     factors = {name: torch.ones(shape) for name, shape in SHAPES.items()}
     factors["large"] = torch.arange(float(IN_PLACE_ELEMENTS)).view(4, -1).t() / IN_PLACE_ELEMENTS + 1
     for added, expected in STEPS:

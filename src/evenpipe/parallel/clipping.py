@@ -38,10 +38,10 @@ def clip_gradients(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -
     dtype on a device are scaled together.
     """
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for gradient in gradients:
-        alike.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-    for (dtype, torch_device), group in alike.items():
+        by_kind.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+    for (dtype, torch_device), group in by_kind.items():
         scale = factor.to(dtype).to(torch_device)
         plain = [gradient for gradient in group if type(gradient) is Tensor]
         if plain:

@@ -24,36 +24,36 @@ class ContextRanks(Ranks):
         """Return the keys and values of all ranks, rank after rank."""
         # Tokens come first in what travels: a table of all ranks' tokens is all keys as they are, without another copy.
         started = [
-            self.communicator.all_gather(own.permute(2, 0, 1, 3).contiguous(), f"{what} of {self.running.text}")
-            for own, what in ((key, "keys"), (value, "values"))
+            self.communicator.all_gather(tensor.permute(2, 0, 1, 3).contiguous(), f"{label} of {self.running.text}")
+            for tensor, label in ((key, "keys"), (value, "values"))
         ]
         keys, values = (handle.wait(self.running.text).flatten(0, 1).permute(1, 2, 0, 3) for handle in started)
         return keys, values
 
-    def again(self, layer: int, *own: Tensor) -> Keys:
+    def again(self, layer: int, *key_and_value: Tensor) -> Keys:
         """Return the same in the backward."""
-        key, value = own
+        key, value = key_and_value
         return self.keys(layer, key, value)
 
     def gradients(self, layer: int, key: Tensor, value: Tensor, dtype: torch.dtype) -> Keys:
         """Return the sums over ranks of the gradients of the own keys and values. May destroy those given."""
-        started = [self._start_sum(one.to(dtype), what) for one, what in ((key, "keys"), (value, "values"))]
+        started = [self._start_sum(gradient.to(dtype), label) for gradient, label in ((key, "keys"), (value, "values"))]
         keys, values = (handle.wait(self.running.text).permute(1, 2, 0, 3) for handle in started)
         return keys, values
 
-    def _start_sum(self, whole: Tensor, what: str) -> Handle:
-        parts = whole.permute(2, 0, 1, 3).unflatten(0, (self.size, -1)).contiguous()
-        own = torch.empty_like(parts[0])
-        return self.communicator.reduce_scatter(own, parts, f"gradients of {what} of {self.running.text}")
+    def _start_sum(self, gradient: Tensor, label: str) -> Handle:
+        parts = gradient.permute(2, 0, 1, 3).unflatten(0, (self.size, -1)).contiguous()
+        local_sum = torch.empty_like(parts[0])
+        return self.communicator.reduce_scatter(local_sum, parts, f"gradients of {label} of {self.running.text}")
 
 
 class HeadRanks(Ranks):
     """A `HeadExchange` of `attention.sight` between these processes."""
 
     @torch.no_grad()
-    def exchange(self, own: Tensor, *, cut: int, join: int) -> Tensor:
+    def exchange(self, tensor: Tensor, *, cut: int, join: int) -> Tensor:
         """Return the rank's part along dimension `cut`, from all ranks one after the other along `join`."""
-        parts = torch.stack(own.chunk(self.size, cut))
-        found = torch.empty_like(parts)
-        self.communicator.all_to_all(found, parts, f"heads of {self.running.text}").wait(self.running.text)
-        return torch.cat(list(found), join)
+        parts = torch.stack(tensor.chunk(self.size, cut))
+        received = torch.empty_like(parts)
+        self.communicator.all_to_all(received, parts, f"heads of {self.running.text}").wait(self.running.text)
+        return torch.cat(list(received), join)

@@ -23,17 +23,17 @@ class ExpertRanks(Ranks):
     def _where(self) -> str:
         return f"of {self.layer} in {self.running.text}"
 
-    def counts(self, own: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    def counts(self, numbers: Tensor) -> tuple[list[list[int]], list[list[int]]]:
         """Exchange [members, numbers]: each member gets its row. Return the own table and what others sent; waits for
         the device."""
-        table = torch.empty((2, *own.shape), dtype=own.dtype, device=own.device)
-        table[0] = own
+        table = torch.empty((2, *numbers.shape), dtype=numbers.dtype, device=numbers.device)
+        table[0] = numbers
         self.communicator.all_to_all(table[1], table[0], f"numbers of rows {self._where}").wait(self.running.text)
-        told, known = table.tolist()
-        return told, known
+        sent, received = table.tolist()
+        return sent, received
 
-    def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> Handle:
+    def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], label: str) -> Handle:
         """Send rows [sum of sent, ...], sorted by member, and receive the `output` [sum of received, ...], likewise.
         Both must stay as they are until the wait."""
-        handle = self.communicator.exchange(output, rows, received, sent, f"{what} {self._where}")
+        handle = self.communicator.exchange(output, rows, received, sent, f"{label} {self._where}")
         return handle.giving(None, needed_by=self.running.text)

@@ -60,10 +60,10 @@ class _Sharded:
     chunk: int
     """Rows of every replica except the last ones, or entries of another dimension."""
     shard: nn.Parameter
-    """FSDP2's shard between steps; `whole` requires gradients as it does."""
+    """FSDP2's shard between steps; `unsharded` requires gradients as it does."""
     summed: _Sum
-    """Of gradients, if `whole` has another dtype than the master."""
-    whole: nn.Parameter | None = None
+    """Of gradients, if `unsharded` has another dtype than the master."""
+    unsharded: nn.Parameter | None = None
     """The parameter of the layers between gather and reduce; the same object in every step."""
 
     @property
@@ -80,8 +80,8 @@ class _Sharded:
     def take_gradient(self) -> Tensor | None:
         """Return the whole gradient of the step so far, and forget it."""
         gradient, self.summed.grad = self.summed.grad, None
-        if gradient is None and self.whole is not None:
-            gradient, self.whole.grad = self.whole.grad, None
+        if gradient is None and self.unsharded is not None:
+            gradient, self.unsharded.grad = self.unsharded.grad, None
         return gradient
 
     def moves(self, rows: Tensor) -> Sequence[tuple[Tensor, Tensor]] | None:
@@ -94,11 +94,11 @@ class _Sharded:
 
     def take(self, summed: Tensor) -> None:
         """Add the sums of this process's rows to the gradient of the master."""
-        own = summed[: self.master.numel()].view(self.master.shape)
+        local_rows = summed[: self.master.numel()].view(self.master.shape)
         if self.master.grad is None:
-            self.master.grad = own
+            self.master.grad = local_rows
         else:
-            self.master.grad.add_(own)
+            self.master.grad.add_(local_rows)
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class ShardedModule:
             outside of them are gathered together.
         shards: over the replicas, in the order of their ranks: every process gives and receives shards.
         compute_dtype: of the whole parameters.
-        what: for messages.
+        label: for messages.
         names: of the parameters that are sharded; the others stay as they are. None: all are.
         kept: names of parameters that stay in the dtype of their masters; they are gathered on their own.
         inner: cut dimension 1 where its length can be divided, instead of rows: there are few experts.
@@ -140,31 +140,31 @@ class ShardedModule:
         *,
         compute_dtype: torch.dtype,
         torch_device: torch.device,
-        what: str,
+        label: str,
         names: Collection[str] | None = None,
         kept: Collection[str] = (),
         inner: bool = False,
     ) -> None:
         self._shards = shards
-        self._what = what
+        self._label = label
         self._replicas = len(shards.members)
         self._module, self._inner = module, inner
         self._names = {name for name, _ in module.named_parameters()} if names is None else names
-        shapes = {name: parameter.shape for name, parameter in self._whole()}
+        shapes = {name: parameter.shape for name, parameter in self._named_parameters()}
         assert shards.group is not None
         mesh = DeviceMesh.from_group(shards.group, torch_device.type, mesh_dim_names=("dp",))
-        follow = [one for name, one in self._whole() if name not in kept]
-        stay = [one for name, one in self._whole() if name in kept]
+        cast_parameters = [parameter for name, parameter in self._named_parameters() if name not in kept]
+        kept_parameters = [parameter for name, parameter in self._named_parameters() if name in kept]
         self._holders = [
-            self._hold(unit, own, mesh, dtype)
-            for parameters, dtype in ((follow, compute_dtype), (stay, None))
-            for unit, own in _units(module, units, parameters)
+            self._hold(unit, unit_parameters, mesh, dtype)
+            for parameters, dtype in ((cast_parameters, compute_dtype), (kept_parameters, None))
+            for unit, unit_parameters in _units(module, units, parameters)
         ]
         self._buckets: list[Bucket] = []
         self._parameters: list[_Sharded] = []
-        for name, sharded in [*self._whole()]:
+        for name, sharded in [*self._named_parameters()]:
             _give_memory(module, name, sharded, torch_device)
-        for name, sharded in self._whole():
+        for name, sharded in self._named_parameters():
             assert isinstance(sharded, DTensor)
             local = cast(DTensor, sharded.detach()).to_local()
             master = nn.Parameter(local, requires_grad=sharded.requires_grad)
@@ -174,15 +174,15 @@ class ShardedModule:
             chunk = -(-shapes[name][dimension] // self._replicas)
             self._parameters.append(_Sharded(name, master, placement, chunk, sharded, _Sum(master.dtype)))
 
-    def _whole(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((name, one) for name, one in self._module.named_parameters() if name in self._names)
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, parameter) for name, parameter in self._module.named_parameters() if name in self._names)
 
     def _dimension(self, shape: Sequence[int]) -> int:
         """Return the dimension that is cut; FSDP2 cuts only the first one unevenly."""
         return int(self._inner and len(shape) > 1 and shape[1] % self._replicas == 0)
 
     def _hold(
-        self, module: nn.Module, own: Collection[nn.Parameter], mesh: DeviceMesh, dtype: torch.dtype | None
+        self, module: nn.Module, parameters: Collection[nn.Parameter], mesh: DeviceMesh, dtype: torch.dtype | None
     ) -> _Holder:
         """dtype: of the whole parameters; None: that of their masters."""
         holder = _NeverCalled(module)
@@ -192,16 +192,16 @@ class ShardedModule:
             reshard_after_forward=False,
             mp_policy=MixedPrecisionPolicy(param_dtype=dtype),
             shard_placement_fn=lambda parameter: Shard(self._dimension(parameter.shape)),
-            ignored_params={*module.parameters()} - {*own},
+            ignored_params={*module.parameters()} - {*parameters},
         )
         assert isinstance(holder, FSDPModule)
-        gather = _AllGather(self._shards, f"parameters of {self._what}")
+        gather = _AllGather(self._shards, f"parameters of {self._label}")
         holder.set_custom_all_gather(gather)  # type: ignore[arg-type]  # its base class has no public name
         return _Holder(holder, gather)
 
     def __iter__(self) -> Iterator[tuple[str, Held[nn.Parameter]]]:
         """Yield (name, this process's rows)."""
-        return ((one.name, Held(one.master, one.placement)) for one in self._parameters)
+        return ((parameter.name, Held(parameter.master, parameter.placement)) for parameter in self._parameters)
 
     def follow_flags(self) -> None:
         """Make parameters trainable if their masters are trainable now. Between steps, on all replicas."""
@@ -211,7 +211,7 @@ class ShardedModule:
     def begin(self) -> None:
         """At the start of a step: forget what a failed one has left."""
         self._buckets.clear()
-        self._let_go()
+        self._release()
 
     def gather(self) -> None:
         """Issue the all-gathers, in the same order on all replicas. Masters must not change until the step is over."""
@@ -222,16 +222,16 @@ class ShardedModule:
         """Wait for them: from here on the module has whole parameters. A second call does nothing."""
         for holder in self._holders:
             holder.wait()
-        if self._parameters and self._parameters[0].whole is None:
-            for parameter, (_, whole) in zip(self._parameters, self._whole(), strict=True):
-                parameter.whole = whole
-                if whole.dtype != parameter.master.dtype:
-                    AddTo(parameter.summed).register(whole.requires_grad_())
-                    whole.requires_grad_(parameter.master.requires_grad)
+        if self._parameters and self._parameters[0].unsharded is None:
+            for parameter, (_, unsharded) in zip(self._parameters, self._named_parameters(), strict=True):
+                parameter.unsharded = unsharded
+                if unsharded.dtype != parameter.master.dtype:
+                    AddTo(parameter.summed).register(unsharded.requires_grad_())
+                    unsharded.requires_grad_(parameter.master.requires_grad)
 
     def gradient(self, name: str) -> Tensor:
         """Return the buffer that gradients of a parameter are added to, whole, in the master's dtype, initially 0."""
-        (parameter,) = (one for one in self._parameters if one.name == name)
+        (parameter,) = (candidate for candidate in self._parameters if candidate.name == name)
         if parameter.summed.grad is None:
             parameter.summed.grad = torch.zeros(
                 parameter.placement.shape, dtype=parameter.master.dtype, device=parameter.master.device
@@ -248,8 +248,8 @@ class ShardedModule:
             bucket.append(parameter)
             elements += math.prod(parameter.placement.shape)
             if elements >= BUCKET_ELEMENTS or parameter is trained[-1]:
-                like, what = bucket[0].master, f"gradients of {self._what}"
-                self._buckets.append(Bucket(bucket, like, self._shards, what, scatter=True))
+                like, label = bucket[0].master, f"gradients of {self._label}"
+                self._buckets.append(Bucket(bucket, like, self._shards, label, scatter=True))
                 bucket, elements = [], 0
 
     def free(self) -> None:
@@ -258,7 +258,7 @@ class ShardedModule:
             holder.wait()
             holder.module.reshard()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Free everything whole, also gradients that were not reduced."""
         self.free()
         for parameter in self._parameters:
@@ -270,15 +270,15 @@ class ShardedModule:
         for bucket in self._buckets:
             bucket.finish()
         self._buckets.clear()
-        self._let_go()
+        self._release()
 
 
 class _AllGather:
     """FSDP2's all-gather, through our communicator: its waits are watched, and processes may share a GPU."""
 
-    def __init__(self, shards: Communicator, what: str) -> None:
+    def __init__(self, shards: Communicator, label: str) -> None:
         self._shards = shards
-        self._what = what
+        self._label = label
         self._pending: Handle | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -289,7 +289,7 @@ class _AllGather:
     ) -> Any:
         if input_tensor.numel():
             output = output_tensor.view(group.size(), -1)
-            self._pending = self._shards.all_gather(input_tensor, self._what, output)
+            self._pending = self._shards.all_gather(input_tensor, self._label, output)
         return self  # a non-None value tells FSDP2 not to wait itself
 
     def wait(self) -> None:
@@ -329,10 +329,10 @@ def _units(
 
     A parameter that two units share cannot be gathered with either of them: then all are gathered together.
     """
-    all_of_them = set(parameters)
-    held = [all_of_them.intersection(unit.parameters()) for unit in units]
-    inside = set[nn.Parameter]().union(*held)
-    if sum(map(len, held)) != len(inside):
-        return [(module, all_of_them)]
-    found = [*zip(units, held, strict=True), (module, all_of_them - inside)]
-    return [(unit, own) for unit, own in found if own]
+    all_parameters = set(parameters)
+    held = [all_parameters.intersection(unit.parameters()) for unit in units]
+    in_units = set[nn.Parameter]().union(*held)
+    if sum(map(len, held)) != len(in_units):
+        return [(module, all_parameters)]
+    units_and_parameters = [*zip(units, held, strict=True), (module, all_parameters - in_units)]
+    return [(unit, unit_parameters) for unit, unit_parameters in units_and_parameters if unit_parameters]

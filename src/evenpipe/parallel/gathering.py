@@ -34,8 +34,10 @@ def stream_whole(
         dtypes: dtype to send a tensor in, by name; others keep their own.
     """
     dtypes = dtypes or {}
-    own: dict[str, Entry] = {name: (one.placement, dtypes.get(name, one.tensor.dtype)) for name, one in held.items()}
-    json = {name: _to_json(entry) for name, entry in own.items()}
+    entries: dict[str, Entry] = {
+        name: (shard.placement, dtypes.get(name, shard.tensor.dtype)) for name, shard in held.items()
+    }
+    json = {name: _to_json(entry) for name, entry in entries.items()}
     tables = [
         {name: _from_json(fields) for name, fields in table.items()}
         for table in values_of_members(communicator, json, "names of tensors")
@@ -48,7 +50,7 @@ def stream_whole(
             yield name, _collect(name, holders, held.get(name), communicator, torch_device)
         elif rank in holders and held[name].tensor.numel():
             assert communicator is not None
-            tensor = held[name].tensor.detach().to(own[name][1]).contiguous()
+            tensor = held[name].tensor.detach().to(entries[name][1]).contiguous()
             communicator.send(tensor, members[0], f"part of {name}").wait("the first process")
 
 
@@ -59,10 +61,10 @@ def _to_json(entry: Entry) -> list[Any]:
 
 def _from_json(fields: list[Any]) -> Entry:
     shape, cuts, dtype = fields
-    found = (
-        Cut(tuple(axes), part, parts, dimension, tuple(segments)) for axes, part, parts, dimension, segments in cuts
+    restored = (
+        Cut(tuple(axes), index, parts, dimension, tuple(segments)) for axes, index, parts, dimension, segments in cuts
     )
-    return TensorPlacement(tuple(shape), tuple(found)), dtype_of(dtype)
+    return TensorPlacement(tuple(shape), tuple(restored)), dtype_of(dtype)
 
 
 def _collect(
@@ -74,21 +76,21 @@ def _collect(
 ) -> Tensor:
     """On the first process: assemble the whole tensor from its own part and those of the other holders."""
     rank = 0 if communicator is None else communicator.rank
-    whole: Tensor | None = None
+    tensor: Tensor | None = None
     for holder, (placement, dtype) in holders.items():
         if holder == rank:
             assert held is not None
-            part = held.tensor.detach().to(dtype).cpu()
+            shard = held.tensor.detach().to(dtype).cpu()
         else:
             assert communicator is not None
             buffer = torch.empty(placement.local_shape, dtype=dtype, device=torch_device)
             if buffer.numel():
                 communicator.receive(buffer, holder, f"part of {name}").wait("the caller")
-            part = buffer.cpu()
+            shard = buffer.cpu()
         if not placement.cuts:
-            return part.clone() if holder == rank else part
-        whole = torch.empty(placement.shape, dtype=dtype) if whole is None else whole
+            return shard.clone() if holder == rank else shard
+        tensor = torch.empty(placement.shape, dtype=dtype) if tensor is None else tensor
         for box in placement.boxes():
-            whole[box.whole] = part[box.local]
-    assert whole is not None
-    return whole
+            tensor[box.whole] = shard[box.local]
+    assert tensor is not None
+    return tensor

@@ -56,14 +56,20 @@ class Bucket:
     """
 
     def __init__(
-        self, summands: Sequence[Summand], like: Tensor, communicator: Communicator, what: str, *, scatter: bool = False
+        self,
+        summands: Sequence[Summand],
+        like: Tensor,
+        communicator: Communicator,
+        label: str,
+        *,
+        scatter: bool = False,
     ) -> None:
         """Begin the sum.
 
         Args:
             summands: the same on all processes of the communicator, in the same order.
             like: has the dtype and the device.
-            what: for messages.
+            label: for messages.
             scatter: a bucket has a row for every process, which gets the sums of its own row; otherwise it has one row,
                 and all processes get all sums.
         """
@@ -72,7 +78,7 @@ class Bucket:
         rows = like.new_zeros((len(communicator.members) if scatter else 1, sum(self._sizes)))
         *parts, counts = rows.split(self._sizes, dim=1)
         counts.fill_(1)
-        moves = [summand.moves(part) for summand, part in zip(summands, parts, strict=True)]
+        moves = [summand.moves(chunk) for summand, chunk in zip(summands, parts, strict=True)]
         self._missing = {index for index, move in enumerate(moves) if move is None}
         for index in self._missing:
             counts[:, index] = 0
@@ -83,7 +89,7 @@ class Bucket:
         pairs.clear()  # gradients that were taken end here
         self._sums = rows.new_empty(rows.shape[1]) if scatter else rows[0]
         self._handle = (
-            communicator.reduce_scatter(self._sums, rows, what) if scatter else communicator.all_reduce(rows[0], what)
+            communicator.reduce_scatter(self._sums, rows, label) if scatter else communicator.all_reduce(rows[0], label)
         )
 
     def finish(self) -> None:
@@ -100,31 +106,31 @@ class _Gradient:
     """That of a parameter of which processes hold copies, or several different parts."""
 
     parameter: nn.Parameter
-    part: int
+    index: int
     """Which one this process has."""
     parts: int
-    whole: Tensor | None
+    in_place: Tensor | None
     """It is summed in place, and its part of the bucket is empty."""
 
     @property
     def size(self) -> int:
-        return self.parts * self.parameter.numel() if self.whole is None else 0
+        return self.parts * self.parameter.numel() if self.in_place is None else 0
 
     def moves(self, rows: Tensor) -> Sequence[tuple[Tensor, Tensor]] | None:
         gradient = self.parameter.grad
         if gradient is None:
             return None
-        return [(self._own(rows), gradient)] if self.whole is None else []
+        return [(self._slot(rows), gradient)] if self.in_place is None else []
 
     def take(self, summed: Tensor) -> None:
-        own, gradient = self._own(summed) if self.whole is None else self.whole, self.parameter.grad
+        local, gradient = self._slot(summed) if self.in_place is None else self.in_place, self.parameter.grad
         if gradient is None:
-            self.parameter.grad = own.clone() if self.whole is None else own
-        elif gradient is not own:
-            gradient.copy_(own)
+            self.parameter.grad = local.clone() if self.in_place is None else local
+        elif gradient is not local:
+            gradient.copy_(local)
 
-    def _own(self, row: Tensor) -> Tensor:
-        return row.view(self.parts, *self.parameter.shape)[self.part]
+    def _slot(self, row: Tensor) -> Tensor:
+        return row.view(self.parts, *self.parameter.shape)[self.index]
 
 
 class GradientReducer:
@@ -135,10 +141,10 @@ class GradientReducer:
         communicator: contributes to and receives every sum.
         axes: along which its processes differ. Of a parameter that is cut along just these, they hold several parts,
             which are summed in places of their own.
-        what: for messages.
+        label: for messages.
         in_place: elements of a gradient from which on it is summed in place, by a collective of its own.
-        apart: put gradients of earlier steps aside and add the sums to them afterwards, which takes a second gradient,
-            instead of leaving them with the first copy.
+        set_aside: set gradients of earlier steps aside and add the sums to them afterwards, instead of leaving them
+            with the first copy. This takes the memory of a second gradient.
     """
 
     def __init__(
@@ -146,13 +152,13 @@ class GradientReducer:
         held: Iterable[Held[nn.Parameter]],
         communicator: Communicator,
         axes: Sequence[str],
-        what: str,
+        label: str,
         *,
         in_place: float = IN_PLACE_ELEMENTS,
-        apart: bool = False,
+        set_aside: bool = False,
     ) -> None:
-        self._held, self._communicator, self._axes, self._what = list(held), communicator, tuple(axes), what
-        self._in_place, self._apart = in_place, apart
+        self._held, self._communicator, self._axes, self._label = list(held), communicator, tuple(axes), label
+        self._in_place, self._set_aside = in_place, set_aside
         self._earlier: list[tuple[nn.Parameter, Tensor]] = []
         self._buckets: list[Bucket] = []
         self._handles: list[Handle] = []
@@ -163,31 +169,31 @@ class GradientReducer:
 
     def begin(self) -> None:
         """Prepare for the first backward of a step. Gradients of frozen parameters stay as they are."""
-        self._let_go()
+        self._release()
         for held in self._trained():
             parameter = held.tensor
-            if self._apart and parameter.grad is not None:
+            if self._set_aside and parameter.grad is not None:
                 self._earlier.append((parameter, parameter.grad))
-            if self._apart or not held.placement.is_first_copy(*self._axes):
+            if self._set_aside or not held.placement.is_first_copy(*self._axes):
                 parameter.grad = None
 
     @torch.no_grad()
     def reduce(self) -> None:
         """After the last gradient of a step: issue the sums. In the same order on all processes."""
-        alike: dict[torch.dtype, list[_Gradient]] = {}
+        by_dtype: dict[torch.dtype, list[_Gradient]] = {}
         for held in self._trained():
-            alike.setdefault(held.tensor.dtype, []).append(self._gradient(held))
-        for gradients in alike.values():
-            self._buckets.append(Bucket(gradients, gradients[0].parameter, self._communicator, self._what))
-            in_place = [gradient.whole for gradient in gradients if gradient.whole is not None]
-            self._handles += [self._communicator.all_reduce(whole, self._what) for whole in in_place]
+            by_dtype.setdefault(held.tensor.dtype, []).append(self._gradient(held))
+        for gradients in by_dtype.values():
+            self._buckets.append(Bucket(gradients, gradients[0].parameter, self._communicator, self._label))
+            in_place = [gradient.in_place for gradient in gradients if gradient.in_place is not None]
+            self._handles += [self._communicator.all_reduce(gradient, self._label) for gradient in in_place]
 
     def _gradient(self, held: Held[nn.Parameter]) -> _Gradient:
-        parameter, whole = held.tensor, None
+        parameter, in_place = held.tensor, None
         if parameter.numel() >= self._in_place:
-            whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+            in_place = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
         cut = next((cut for cut in held.placement.cuts if cut.axes == self._axes), None)
-        return _Gradient(parameter, *((0, 1) if cut is None else (cut.part, cut.parts)), whole)
+        return _Gradient(parameter, *((0, 1) if cut is None else (cut.part, cut.parts)), in_place)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -198,9 +204,9 @@ class GradientReducer:
             bucket.finish()
         for parameter, earlier in self._earlier:
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._earlier.clear()
         self._buckets.clear()
         self._handles.clear()
@@ -213,23 +219,23 @@ class AddTo:
     see them, so a cycle would never be freed.
     """
 
-    def __init__(self, other: Accumulated) -> None:
-        self._other = other
+    def __init__(self, target: Accumulated) -> None:
+        self._target = target
 
     def register(self, parameter: Tensor) -> None:
         """Become a hook of a parameter, and tell products that can add by themselves where to."""
         parameter.register_post_accumulate_grad_hook(self)
-        if self._other.dtype == torch.float32:
-            setattr(parameter, SUMMED, self._other)
+        if self._target.dtype == torch.float32:
+            setattr(parameter, SUMMED, self._target)
 
     def __call__(self, parameter: Tensor) -> None:
         gradient = parameter.grad
         if gradient is None:  # a kernel has added to the other itself
             return
-        if self._other.grad is None:
-            self._other.grad = gradient.to(self._other.dtype)
+        if self._target.grad is None:
+            self._target.grad = gradient.to(self._target.dtype)
         else:
-            self._other.grad.add_(gradient)
+            self._target.grad.add_(gradient)
         parameter.grad = None
 
 

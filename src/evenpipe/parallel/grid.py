@@ -35,7 +35,7 @@ AXES = ("dp", "pp", "cp", "tp")
 """The order in which all processes are listed: replica by replica, in each by device, and so on."""
 _CUT = ("edp", "ep", "pp", "cp", "tp")
 """The same with "dp" cut in two. No other axis has parts."""
-_PARTS = {axis: ("edp", "ep") if axis == "dp" else (axis,) for axis in (*AXES, "edp", "ep")}
+_SUB_AXES = {axis: ("edp", "ep") if axis == "dp" else (axis,) for axis in (*AXES, "edp", "ep")}
 COPIES = ("dp", "cp")
 """Processes that differ only along these hold the same parameters, or share them by rows."""
 EXPERT_COPIES = ("edp", "cp")
@@ -53,13 +53,13 @@ class Grid:
     """All processes in the order of `AXES`; the same on every process."""
     rank: int
     """This process."""
-    _own: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    _coordinates: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        place, own = self.ranks.index(self.rank), {}
+        position, coordinates = self.ranks.index(self.rank), {}
         for axis in reversed(_CUT):
-            place, own[axis] = divmod(place, self.sizes[axis])
-        object.__setattr__(self, "_own", own)
+            position, coordinates[axis] = divmod(position, self.sizes[axis])
+        object.__setattr__(self, "_coordinates", coordinates)
 
     @classmethod
     def from_sizes(cls, rank: int, *, dp: int = 1, pp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1) -> Grid:
@@ -73,8 +73,8 @@ class Grid:
         for axis in reversed(_FAR_TO_NEAR):
             strides[axis] = stride
             stride *= sizes[axis]
-        places = itertools.product(*(range(0, sizes[axis] * strides[axis], strides[axis]) for axis in _CUT))
-        return cls(sizes, tuple(map(sum, places)), rank)
+        offsets = itertools.product(*(range(0, sizes[axis] * strides[axis], strides[axis]) for axis in _CUT))
+        return cls(sizes, tuple(map(sum, offsets)), rank)
 
     @classmethod
     def from_mesh(cls, rank: int, mesh: DeviceMesh, world_size: int, *, ep: int = 1) -> Grid:
@@ -92,9 +92,9 @@ class Grid:
             raise InputError(f'mesh has axes {names}; it must have one named "pp" (the pipeline)')
         axes = ("dp", "ep", "pp", "cp", "tp")
         sizes = dict.fromkeys(axes, 1) | dict(zip(names, mesh.mesh.shape, strict=True))
-        strangers = {name: size for name, size in sizes.items() if name not in axes and size > 1}
-        if strangers:
-            raise InputError(f"mesh: axes {strangers} beside {', '.join(axes)} are unknown, expected length 1")
+        unknown = {name: size for name, size in sizes.items() if name not in axes and size > 1}
+        if unknown:
+            raise InputError(f"mesh: axes {unknown} beside {', '.join(axes)} are unknown, expected length 1")
         order = [name for name in names if name not in axes] + [name for name in axes if name in names]
         ranks = mesh.mesh.permute([names.index(name) for name in order]).flatten().tolist()
         if sorted(ranks) != list(range(world_size)):
@@ -108,11 +108,11 @@ class Grid:
 
     def size(self, axis: str) -> int:
         """Return the length of an axis."""
-        return math.prod(self.sizes[part] for part in _PARTS[axis])
+        return math.prod(self.sizes[sub_axis] for sub_axis in _SUB_AXES[axis])
 
     def coordinate(self, axis: str) -> int:
         """Return the position of this process along an axis."""
-        return _joint(_PARTS[axis], self._own, self.sizes)
+        return _flat_index(_SUB_AXES[axis], self._coordinates, self.sizes)
 
     @property
     def feeds(self) -> bool:
@@ -126,28 +126,28 @@ class Grid:
 
     def at(self, **coordinates: int) -> int:
         """Return the process with these coordinates, and those of this process along all other axes."""
-        place = dict(self._own)
+        target = dict(self._coordinates)
         for axis, coordinate in coordinates.items():
-            first, *members = _PARTS[axis]
-            for part in members:
-                place[part] = coordinate % self.sizes[part]
-            place[first] = coordinate // math.prod(self.sizes[part] for part in members)
-        return self.ranks[_joint(_CUT, place, self.sizes)]
+            outer_axis, *inner_axes = _SUB_AXES[axis]
+            for sub_axis in inner_axes:
+                target[sub_axis] = coordinate % self.sizes[sub_axis]
+            target[outer_axis] = coordinate // math.prod(self.sizes[sub_axis] for sub_axis in inner_axes)
+        return self.ranks[_flat_index(_CUT, target, self.sizes)]
 
     def group(self, *axes: str, **coordinates: int) -> tuple[int, ...]:
         """Return the processes that differ from this one, or from that at `coordinates`, only along these axes; the
         first axis changes last."""
         ranges = (range(self.size(axis)) for axis in axes)
         return tuple(
-            self.at(**coordinates, **dict(zip(axes, place, strict=True))) for place in itertools.product(*ranges)
+            self.at(**coordinates, **dict(zip(axes, position, strict=True))) for position in itertools.product(*ranges)
         )
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Return all groups over these axes, which share out all processes, in the same order on every process."""
-        covered = {part for axis in axes for part in _PARTS[axis]}
-        others = [part for part in _CUT if part not in covered]
-        places = itertools.product(*(range(self.sizes[part]) for part in others))
-        return [self.group(*axes, **dict(zip(others, place, strict=True))) for place in places]
+        covered = {sub_axis for axis in axes for sub_axis in _SUB_AXES[axis]}
+        other_axes = [sub_axis for sub_axis in _CUT if sub_axis not in covered]
+        positions = itertools.product(*(range(self.sizes[sub_axis]) for sub_axis in other_axes))
+        return [self.group(*axes, **dict(zip(other_axes, position, strict=True))) for position in positions]
 
 
 def process_grid(
@@ -188,15 +188,15 @@ def process_grid(
                     f'{axis} is {size}; it must be {grid.size(axis)}, the length of the mesh\'s axis "{axis}", or None'
                 )
         return grid
-    left = world_size
+    remaining = world_size
     for axis in ("dp", "cp", "tp"):
-        if left % (size := sizes[axis] or 1):
-            raise refused(axis, size, f"a divisor of {left}, the number of processes")
-        left //= size
-    if pp not in (None, left):
-        raise refused("pp", pp, f"{left}, the number of processes that dp, cp and tp leave, or None")
+        if remaining % (size := sizes[axis] or 1):
+            raise refused(axis, size, f"a divisor of {remaining}, the number of processes")
+        remaining //= size
+    if pp not in (None, remaining):
+        raise refused("pp", pp, f"{remaining}, the number of processes that dp, cp and tp leave, or None")
     _check_members(ep or 1, dp or 1)
-    return Grid.from_sizes(rank, **{axis: size or 1 for axis, size in sizes.items()} | {"pp": left})
+    return Grid.from_sizes(rank, **{axis: size or 1 for axis, size in sizes.items()} | {"pp": remaining})
 
 
 def _cut_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -210,9 +210,9 @@ def _check_members(members: int, replicas: int) -> None:
         raise refused("ep", members, f"a divisor of {replicas}, the number of replicas")
 
 
-def _joint(axes: Sequence[str], place: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+def _flat_index(axes: Sequence[str], coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> int:
     """Return the number of a place, counted along the last axis first."""
     number = 0
     for axis in axes:
-        number = number * sizes[axis] + place[axis]
+        number = number * sizes[axis] + coordinates[axis]
     return number

@@ -86,38 +86,40 @@ class Groups:
             return
         devices, lines = grid.size("pp"), grid.groups("pp")
         listed: list[tuple[str, Sequence[Sequence[int]]]] = []
-        whole = None
+        line_name = None
         if devices > 1:
             transfers = sorted(program.items())
-            listed += [(name, [[line[one] for one in those] for line in lines]) for name, those in transfers]
-            whole = next((name for name, those in transfers if tuple(those) == tuple(range(devices))), "pp")
-            if whole == "pp":
-                listed.append((whole, lines))
+            listed += [(name, [[line[device] for device in members] for line in lines]) for name, members in transfers]
+            line_name = next((name for name, members in transfers if tuple(members) == tuple(range(devices))), "pp")
+            if line_name == "pp":
+                listed.append((line_name, lines))
         groups = self._by_axes(vocabulary=vocabulary, sharded=sharded)
-        listed += [(name, found) for name, found in self._with_the_same_rows(tied, sharded=sharded) if found]
-        pieces = grid.groups("cp")
-        if self._long(COPIES) == {"cp"} and any(list(one) != sorted(one) for one in pieces):
-            listed.append(("context", pieces))  # on all devices in the order of the pieces
+        listed += [
+            (name, rank_groups) for name, rank_groups in self._with_the_same_rows(tied, sharded=sharded) if rank_groups
+        ]
+        context_groups = grid.groups("cp")
+        if self._long(COPIES) == {"cp"} and any(list(ranks) != sorted(ranks) for ranks in context_groups):
+            listed.append(("context", context_groups))  # on all devices in the order of the pieces
         listed += groups.values()
-        everyone = next((name for name, found in groups.values() if grid.ranks in found), "everyone")
+        everyone = next((name for name, rank_groups in groups.values() if grid.ranks in rank_groups), "everyone")
         if everyone == "everyone":
             listed.append((everyone, [grid.ranks]))
-        made = self.communicators = Communicators(
+        communicators = self.communicators = Communicators(
             listed, timeout_seconds=timeout_seconds, torch_device=torch_device, watch=watch, nccl=nccl
         )
-        by_name = {communicator.name: communicator for communicator in made}
+        by_name = {communicator.name: communicator for communicator in communicators}
         self._over = {axes: by_name[name] for axes, (name, _) in groups.items()}
-        if whole is not None:
-            self.line = by_name[whole]
+        if line_name is not None:
+            self.line = by_name[line_name]
             self._over.setdefault(frozenset({"pp"}), self.line)
         self.everyone = by_name[everyone]
-        self._place_of = {member: place for place, member in enumerate(self.everyone.members)}
+        self._position_of = {member: position for position, member in enumerate(self.everyone.members)}
         self.replicas = self.over(*COPIES)
         self.experts, self.expert_replicas = by_name.get("experts"), by_name.get("expert replicas")
         self.context, self.tensor = by_name.get("context", self.over("cp")), self.over("tp")
         self.tied = by_name.get("tied")
         self.shared = by_name.get("shared", self.tensor)
-        made.warm_up()
+        communicators.warm_up()
 
     def _by_axes(self, *, vocabulary: bool, sharded: bool) -> dict[frozenset[str], tuple[str, list[tuple[int, ...]]]]:
         """Return name and members of the groups over some axes, by these axes."""
@@ -127,16 +129,18 @@ class Groups:
         for axes in (COPIES, ("tp",), ("cp",), *rows):
             long = self._long(axes)
             if long:
-                name, found = (
+                name, rank_groups = (
                     " x ".join(axis for axis in axes if axis in long),
                     grid.groups(*(axis for axis in AXES if axis in long)),
                 )
-                groups.setdefault(long, (name, [tuple(sorted(one)) for one in found] if axes == COPIES else found))
+                groups.setdefault(
+                    long, (name, [tuple(sorted(ranks)) for ranks in rank_groups] if axes == COPIES else rank_groups)
+                )
         if grid.size("ep") > 1:
             groups[frozenset({"ep"})] = ("experts", grid.groups("ep"))
             if self._long(EXPERT_COPIES):
-                found = [tuple(sorted(one)) for one in grid.groups(*EXPERT_COPIES)]
-                groups[self._long(EXPERT_COPIES)] = ("expert replicas", found)
+                rank_groups = [tuple(sorted(ranks)) for ranks in grid.groups(*EXPERT_COPIES)]
+                groups[self._long(EXPERT_COPIES)] = ("expert replicas", rank_groups)
         return groups
 
     def _with_the_same_rows(
@@ -145,16 +149,18 @@ class Groups:
         """Yield the pairs "tied", and the tensor ranks "shared" where they are not those of one pipeline."""
         grid = self._grid
 
-        def alike(places: Iterable[tuple[int, int]]) -> Iterable[tuple[int, ...]]:
+        def with_same_rows(devices_and_ranks: Iterable[tuple[int, int]]) -> Iterable[tuple[int, ...]]:
             """Group the processes of these (device, tensor rank) that hold the same rows of the same parameters. With
             shards over replicas they are at the same position, and need not be of one pipeline."""
-            return zip(*(sorted(grid.group(*COPIES, pp=device, tp=rank)) for device, rank in places), strict=True)
+            return zip(
+                *(sorted(grid.group(*COPIES, pp=device, tp=rank)) for device, rank in devices_and_ranks), strict=True
+            )
 
         devices, ranks = range(grid.size("pp")), range(grid.size("tp"))
         if tied is not None:
-            yield "tied", [pair for rank in ranks for pair in alike((device, rank) for device in tied)]
+            yield "tied", [pair for rank in ranks for pair in with_same_rows((device, rank) for device in tied)]
         if sharded and len(ranks) > 1:
-            mates = [mates for device in devices for mates in alike((device, rank) for rank in ranks)]
+            mates = [mates for device in devices for mates in with_same_rows((device, rank) for rank in ranks)]
             if set(mates) != set(grid.groups("tp")):
                 yield "shared", mates
 
@@ -184,23 +190,23 @@ class Groups:
         """
         self.begin(name, [], f"the call of {name}", "")
 
-    def begin(self, name: str, numbers: list[int], what: str, needed_by: str) -> list[list[int]]:
+    def begin(self, name: str, numbers: list[int], label: str, needed_by: str) -> list[list[int]]:
         """As `agree`; return the numbers of all processes in the order of the grid, on each of them. Collective over
         everyone.
 
         Args:
             numbers: int64, equally many on all processes, at most `ROOM`.
-            what, needed_by: description of this wait, for error messages.
+            label, needed_by: what this wait is for, and what needs it, for error messages.
         """
         if self.everyone is None:
             return [numbers]
-        table = self._exchange(name, row_of(name, numbers, self.torch_device), what, needed_by)
+        table = self._exchange(name, row_of(name, numbers, self.torch_device), label, needed_by)
         return self._in_order(table[:, : len(numbers)].tolist())
 
-    def gather(self, numbers: list[int], what: str, needed_by: str) -> list[list[int]]:
+    def gather(self, numbers: list[int], label: str, needed_by: str) -> list[list[int]]:
         """Return int64 numbers of all processes, equally many on each, in the order of the grid. No method begins with
         this. Collective over everyone."""
-        table = gather_numbers(self.everyone, numbers, what, needed_by, self.torch_device)
+        table = gather_numbers(self.everyone, numbers, label, needed_by, self.torch_device)
         return table if self.everyone is None else self._in_order(table)
 
     def sum(self, name: str, number: Tensor, *axes: str) -> Tensor:
@@ -209,8 +215,8 @@ class Groups:
         if self.everyone is None:
             return number
         table = self._exchange(name, row_of_scalar(name, number), "the norm of all gradients", "the optimizer")
-        places = sorted(self._place_of[rank] for rank in self._grid.group(*axes))
-        return table[places, 0].view(torch.float64).sum().to(number.device)
+        positions = sorted(self._position_of[rank] for rank in self._grid.group(*axes))
+        return table[positions, 0].view(torch.float64).sum().to(number.device)
 
     def stream(self, name: str, items: Iterator[Item]) -> Iterator[Item]:
         """Iterate over items that all processes exchange, for a public method that each must call and exhaust: as
@@ -224,29 +230,29 @@ class Groups:
             raise
         self._streaming = None
 
-    def _exchange(self, name: str, row: Tensor, what: str, needed_by: str) -> Tensor:
+    def _exchange(self, name: str, row: Tensor, label: str, needed_by: str) -> Tensor:
         """Return the numbers of everyone, [members, ROOM] int64 on the host."""
         assert self.everyone is not None
         if self._streaming is not None:
             raise InputError(f"{name}: {self._streaming} was left before its end, expected it to be exhausted first")
-        return gather_calls(self.everyone, row, what, needed_by)
+        return gather_calls(self.everyone, row, label, needed_by)
 
     def _in_order(self, table: list[list[int]]) -> list[list[int]]:
         """Return rows of everyone in the order of the grid."""
-        return [table[self._place_of[rank]] for rank in self._grid.ranks]
+        return [table[self._position_of[rank]] for rank in self._grid.ranks]
 
     # --- messages ------------------------------------------------------------------------------------------------
 
-    def from_the_first(self, text: str | None, what: str, called: str = "from_the_first") -> str | None:
+    def from_the_first(self, text: str | None, label: str, called: str = "from_the_first") -> str | None:
         """Return the value of the very first process, on all of them. Collective over everyone.
 
         called: as `agree`, the public method that begins with it.
         """
         if self.everyone is None:
             return text
-        with self.everyone.waiting(what):
-            said: str | None = broadcast_value(text, self.everyone.members[0], self.everyone.group, called)
-        return said
+        with self.everyone.waiting(label):
+            received: str | None = broadcast_value(text, self.everyone.members[0], self.everyone.group, called)
+        return received
 
     def numbers(self, numbers: Sequence[float], called: str = "gather_numbers") -> list[list[float]]:
         """Return the numbers of each process, pipeline by pipeline, on every process. Collective over everyone.
@@ -255,44 +261,48 @@ class Groups:
 
         Raises InputError as `agree`, and if processes give different numbers of them.
         """
-        what, needed_by = "figures of all devices", "the caller"
+        label, needed_by = "figures of all devices", "the caller"
         bits = torch.tensor(numbers, dtype=torch.float64).view(torch.int64).tolist()
         fits = len(bits) < ROOM
-        rows = self.begin(called, [len(bits), *(bits if fits else ())], what, needed_by)
+        rows = self.begin(called, [len(bits), *(bits if fits else ())], label, needed_by)
         counts = [count for count, *_ in rows]
         if len(set(counts)) > 1:
             raise InputError(f"{called}: {counts} numbers on the processes, expected equally many on all of them")
-        table = [row for _, *row in rows] if fits else self.gather(bits, what, needed_by)
+        table = [row for _, *row in rows] if fits else self.gather(bits, label, needed_by)
         return torch.tensor(table, dtype=torch.int64).view(torch.float64).tolist()
 
-    def broadcast(self, tensor: Tensor, what: str, needed_by: str) -> None:
+    def broadcast(self, tensor: Tensor, label: str, needed_by: str) -> None:
         """Send the tensor of the first process of each replica to all others of it, into theirs: along one axis after
         the other. Collective over the replica; on a GPU the host does not wait."""
         lines, grid = {"pp": self.line, "cp": self.context, "tp": self.tensor}, self._grid
         for axis, communicator in lines.items():
             later = [*lines][[*lines].index(axis) + 1 :]
             if communicator is not None and not any(map(grid.coordinate, later)):
-                communicator.broadcast(tensor, grid.at(**{axis: 0}), what).wait(needed_by)
+                communicator.broadcast(tensor, grid.at(**{axis: 0}), label).wait(needed_by)
 
     # --- results of the output layer ---------------------------------------------------------------------------------
 
-    def share(self, own: Tensor | None, source: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Work:
+    def share(self, value: Tensor | None, source: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Work:
         """Share a tensor of the pipeline's device `source` (all its tensor ranks have it) with all of the pipeline."""
         if self.line is None:
-            return Done(own)
-        tensor = torch.empty(shape, dtype=dtype, device=self.torch_device) if own is None else own.contiguous()
+            return Done(value)
+        tensor = torch.empty(shape, dtype=dtype, device=self.torch_device) if value is None else value.contiguous()
         handle = self.line.broadcast(tensor, self._grid.at(pp=source), "the loss")
         return handle.giving(tensor, "the caller")
 
-    def total(self, own: Tensor, what: str) -> Work:
+    def total(self, tensor: Tensor, label: str) -> Work:
         """Return the sum of a tensor over everyone, on all of them; the own one is lost."""
-        return Done(own) if self.everyone is None else self.everyone.all_reduce(own, what).giving(own, "the caller")
+        return (
+            Done(tensor)
+            if self.everyone is None
+            else self.everyone.all_reduce(tensor, label).giving(tensor, "the caller")
+        )
 
-    def share_sum(self, own: Tensor | None, source: int, dtype: torch.dtype) -> Work:
+    def share_sum(self, value: Tensor | None, source: int, dtype: torch.dtype) -> Work:
         """Share the sum of a scalar of every pipeline's device `source` with everyone: all gather and add the same
         values."""
         assert self.everyone is not None
-        number = torch.zeros((), dtype=dtype, device=self.torch_device) if own is None else own.contiguous()
+        number = torch.zeros((), dtype=dtype, device=self.torch_device) if value is None else value.contiguous()
         handle = self.everyone.all_gather(number, "the loss of all replicas")
-        rows = [self._place_of[rank] for rank in self._grid.group(*COPIES, pp=source, tp=0)]
+        rows = [self._position_of[rank] for rank in self._grid.group(*COPIES, pp=source, tp=0)]
         return handle.giving(handle.result, "the caller", lambda table: table[rows].sum(0))

@@ -59,7 +59,7 @@ class ShardedMatrix(Matrix):
         compute_dtype: torch.dtype,
         shards: Communicator,
         torch_device: torch.device,
-        what: str,
+        label: str,
     ) -> None:
         """
         Args:
@@ -68,7 +68,7 @@ class ShardedMatrix(Matrix):
         self._module = nn.Module()
         self._module.register_parameter("weight", rows)
         self.sharded = ShardedModule(
-            self._module, [], shards, compute_dtype=compute_dtype, torch_device=torch_device, what=what
+            self._module, [], shards, compute_dtype=compute_dtype, torch_device=torch_device, label=label
         )
         ((_, held),) = self.sharded
         self.parameter, self.cuts = held.tensor, held.placement.cuts
@@ -107,13 +107,13 @@ class StageParameters:
         """
         self._masters: dict[str, nn.Parameter] = {}
         self._copies: dict[str, nn.Parameter] = {}
-        for name, given in list(module.named_parameters()):
+        for name, original in list(module.named_parameters()):
             if names is not None and name not in names:
                 continue
-            parameter = given
-            if given.is_meta and torch_device is not None:
-                empty = torch.full_like(given, math.nan, device=torch_device)
-                parameter = nn.Parameter(empty, requires_grad=given.requires_grad)
+            parameter = original
+            if original.is_meta and torch_device is not None:
+                empty = torch.full_like(original, math.nan, device=torch_device)
+                parameter = nn.Parameter(empty, requires_grad=original.requires_grad)
                 _replace(module, name, parameter)
             self._masters[name] = parameter
             if parameter.dtype != compute_dtype and name not in kept:

@@ -33,12 +33,12 @@ class Fused:
         self, rows: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> tuple[Tensor, list[Tensor]]:
         """Return all rows [n, in], gathered from [n/t, in], and their products [n, out] with [in, out], plus biases."""
-        whole, products = self._gather(rows, list(matrices), 0, self._group_name)
+        gathered, products = self._gather(rows, list(matrices), 0, self._group_name)
         self._ranks.started("rows")
         for product, bias in zip(products, biases, strict=True):
             if bias is not None:
                 product.add_(bias)
-        return whole, products
+        return gathered, products
 
     def sum_products(
         self, pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None, rest: Tensor | None = None
@@ -46,13 +46,13 @@ class Fused:
         """Return the own rows [n/t, out] of the sum over ranks of products and rest. Only one product without anything
         to add is fused with its sum."""
         assert bias is None
-        (rows, matrix), *more = pairs
-        if not more and rest is None:
+        (rows, matrix), *remaining = pairs
+        if not remaining and rest is None:
             summed: Tensor = self._scatter(rows, matrix, "sum", 0, self._group_name)
             self._ranks.started("sum")
             return summed
         total = rows @ matrix
-        for rows, matrix in more:
+        for rows, matrix in remaining:
             total += rows @ matrix
         return self._ranks.scatter(total if rest is None else total.add_(rest))
 

@@ -38,22 +38,22 @@ class TensorRanks(Ranks):
 
     def scatter(self, partial: Tensor) -> Tensor:
         """Return the own rows [n/t, ...] of the sum over ranks of [n, ...]."""
-        own: Tensor = self.start_scatter(partial).wait()
-        return own
+        local_rows: Tensor = self.start_scatter(partial).wait()
+        return local_rows
 
     def start_scatter(self, partial: Tensor) -> Handle:
         """Begin `scatter`."""
         parts = partial.view(self.size, -1, *partial.shape[1:]).clone()  # may still be used, and is destroyed
-        own = torch.empty_like(parts[0])
-        return self.communicator.reduce_scatter(own, parts, f"sum of {self.running.text}")
+        local_rows = torch.empty_like(parts[0])
+        return self.communicator.reduce_scatter(local_rows, parts, f"sum of {self.running.text}")
 
-    def pass_on(self, rows: Tensor, buffer: Tensor, what: str) -> Handle:
+    def pass_on(self, rows: Tensor, buffer: Tensor, label: str) -> Handle:
         """Begin to send rows to the next rank, and to fill the buffer with those of the previous one."""
-        return self.communicator.pass_on(rows, buffer, f"{what} of {self.running.text}").giving(buffer)
+        return self.communicator.pass_on(rows, buffer, f"{label} of {self.running.text}").giving(buffer)
 
-    def started(self, what: str) -> None:
+    def started(self, label: str) -> None:
         """Let the watch know of an exchange that torch has started by itself."""
-        self.communicator.started(f"{what} of {self.running.text}").wait()
+        self.communicator.started(f"{label} of {self.running.text}").wait()
 
     def sum(self, partial: Tensor) -> Tensor:
         """Return the sum over ranks, a new tensor."""
@@ -61,7 +61,7 @@ class TensorRanks(Ranks):
         self.communicator.all_reduce(total, f"sum of {self.running.text}").wait()
         return total
 
-    def table(self, own: Tensor) -> Tensor:
+    def table(self, local: Tensor) -> Tensor:
         """Return [t, ...]: what each rank has."""
-        table: Tensor = self.communicator.all_gather(own, f"statistics of {self.running.text}").wait()
+        table: Tensor = self.communicator.all_gather(local, f"statistics of {self.running.text}").wait()
         return table

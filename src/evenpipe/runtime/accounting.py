@@ -74,17 +74,17 @@ class ByteCounter(TorchDispatchMode):
     """Counts while it is entered. `Pipeline.count_bytes` makes one that knows the existing tensors.
 
     Args:
-        there: existing tensors, by name; `started` gives their bytes.
+        existing: tensors, by name; `started` gives their bytes.
         follow: called with the counter on entry and with None on exit: the walker then calls `at` before each item.
     """
 
     def __init__(
         self,
-        there: Mapping[str, Iterable[Tensor]] | None = None,
+        existing: Mapping[str, Iterable[Tensor]] | None = None,
         follow: Callable[[ByteCounter | None], None] | None = None,
     ) -> None:
         super().__init__()
-        self._there = there or {}
+        self._existing = existing or {}
         self._follow = follow
         self.started: dict[str, int] = {}
         """Bytes at entry; a shared storage counts for its first name."""
@@ -100,9 +100,9 @@ class ByteCounter(TorchDispatchMode):
     # --- counting --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> ByteCounter:
-        for name, tensors in self._there.items():
+        for name, tensors in self._existing.items():
             self.started[name] = sum(self._see(tensor, "") for tensor in tensors)
-        self._there = {}
+        self._existing = {}
         if self._follow is not None:
             self._follow(self)
         super().__enter__()
@@ -172,11 +172,11 @@ class ByteCounter(TorchDispatchMode):
         known = living.get(address)
         if known is None:
 
-            def gone(_: object) -> None:
+            def on_free(_: object) -> None:
                 events.append(~living.pop(address)[0])
                 emptied.discard(address)
 
-            reference = weakref.ref(storage, gone)
+            reference = weakref.ref(storage, on_free)
         else:
             number, reference = known
             if self._made[number].bytes == size:
@@ -225,7 +225,7 @@ class ByteCounter(TorchDispatchMode):
 
     def passes(self) -> list[ItemBytes]:
         """Return the same for passes only."""
-        return [one for one in self._items() if isinstance(one.item, Pass)]
+        return [entry for entry in self._items() if isinstance(entry.item, Pass)]
 
     def _items(self) -> Iterator[ItemBytes]:
         changes = iter(self._changes())
@@ -235,13 +235,13 @@ class ByteCounter(TorchDispatchMode):
             while position < start:
                 live += next(changes)
                 position += 1
-            before = peak = live
+            initial = peak = live
             while position < stop:
                 live += next(changes)
                 peak = max(peak, live)
                 position += 1
             if item is not None:
-                yield ItemBytes(item, before, peak, live)
+                yield ItemBytes(item, initial, peak, live)
 
     def _changes(self) -> Iterator[int]:
         for event in self._events:

@@ -31,12 +31,12 @@ COMPUTES_ON = ("cpu", "cuda")
 LARGEST_SEED = 2**64 - 1
 
 
-def check_kinds(**given: Any) -> None:
+def check_kinds(**arguments: Any) -> None:
     """Check the types of arguments whose values are checked later.
 
     Raises InputError that names the first wrong one, and the accepted values.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         accepted, fits = _KINDS[name]
         if not fits(value):
             raise refused(name, value, accepted)
@@ -113,7 +113,9 @@ _KINDS: Mapping[str, tuple[str, Any]] = {
     "seed": (f"a whole number from 0 to {LARGEST_SEED}", lambda value: is_whole(value) and 0 <= value <= LARGEST_SEED),
     "transforms": (
         "a list of LayerTransforms",
-        lambda value: isinstance(value, (list, tuple)) and all(callable(getattr(one, "apply", None)) for one in value),
+        lambda value: (
+            isinstance(value, (list, tuple)) and all(callable(getattr(transform, "apply", None)) for transform in value)
+        ),
     ),
     "self_check": ("True or False", lambda value: isinstance(value, bool)),
 }
@@ -126,34 +128,34 @@ def check_positive(name: str, value: Any) -> None:
         raise refused(name, value, "a number above 0")
 
 
-def device_of_torch(given: torch.device | str) -> torch.device:
+def device_of_torch(requested: torch.device | str) -> torch.device:
     """Return the device on which a process computes. Raises InputError for an unknown device, or one that is not
     available."""
     try:
-        found = torch.device(given)
+        torch_device = torch.device(requested)
     except (RuntimeError, TypeError):
         raise InputError(
-            f'torch_device is {given!r}, which is no device of torch; it must be "cpu" or "cuda"'
+            f'torch_device is {requested!r}, which is no device of torch; it must be "cpu" or "cuda"'
         ) from None
-    if found.type not in COMPUTES_ON:
-        raise refused("torch_device", str(given), '"cpu" or "cuda"')
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"torch_device is {str(given)!r}, but torch finds no GPU here; it must be 'cpu'")
-    return found
+    if torch_device.type not in COMPUTES_ON:
+        raise refused("torch_device", str(requested), '"cpu" or "cuda"')
+    if torch_device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"torch_device is {str(requested)!r}, but torch finds no GPU here; it must be 'cpu'")
+    return torch_device
 
 
-def dtype_of_compute(parameter: torch.dtype, given: torch.dtype | None, torch_device: torch.device) -> torch.dtype:
-    """Return the dtype of activations and products; `given` is the caller's. Raises InputError for an unsupported
+def dtype_of_compute(parameter: torch.dtype, requested: torch.dtype | None, torch_device: torch.device) -> torch.dtype:
+    """Return the dtype of activations and products; `requested` is the caller's. Raises InputError for an unsupported
     pair."""
     if parameter not in (torch.float32, torch.float64):
         raise refused("parameter_dtype", parameter, "torch.float32 or torch.float64")
     narrow = parameter == torch.float32
-    if given is None:
+    if requested is None:
         return torch.bfloat16 if narrow and torch_device.type == "cuda" else parameter
-    if given != parameter and not (narrow and given == torch.bfloat16):
+    if requested != parameter and not (narrow and requested == torch.bfloat16):
         accepted = f"{parameter}, that of the parameters" + (", or torch.bfloat16" if narrow else "")
-        raise refused("compute_dtype", given, accepted)
-    return given
+        raise refused("compute_dtype", requested, accepted)
+    return requested
 
 
 class PipelineOptions(RecipeOptions, total=False):
@@ -168,29 +170,31 @@ OPTIONAL = (*AXES, "ep")
 """Axes whose sizes may be left to the processes."""
 
 
-def sizes_given(recipe: Recipe | None, how: PipelineOptions) -> dict[str, int | None]:
+def sizes_given(recipe: Recipe | None, options: PipelineOptions) -> dict[str, int | None]:
     """Return the sizes of the axes that a caller gives, as arguments of `process_grid`; None: not given."""
     if recipe is not None:  # whose devices are compared with the rest of the processes by `recipe_of`
         return {axis: getattr(recipe.parallelism, axis) for axis in OPTIONAL if axis != "pp"}
-    return {axis: cast(int | None, how.get(axis)) for axis in OPTIONAL}
+    return {axis: cast(int | None, options.get(axis)) for axis in OPTIONAL}
 
 
-def recipe_of(given: Recipe | None, how: PipelineOptions, grid: Grid) -> Recipe:
+def recipe_of(recipe: Recipe | None, options: PipelineOptions, grid: Grid) -> Recipe:
     """Return the recipe of a pipeline on these processes.
 
     Raises InputError for a recipe of other sizes, options beside a recipe, and a recipe that cannot run.
     """
     sizes = {axis: grid.size(axis) for axis in OPTIONAL}
-    if given is None:
-        given = Recipe.of(**cast(RecipeOptions, {**how, **sizes}))
-    elif how:
-        raise InputError(f"recipe: given together with {', '.join(how)}, expected one or the other")
-    other = {axis: size for axis in OPTIONAL if (size := getattr(given.parallelism, axis)) != sizes[axis]}
-    if other:
-        expected = {axis: sizes[axis] for axis in other}
-        raise InputError(f"recipe says {_sizes(other)}; it must say {_sizes(expected)}, the sizes of the processes")
-    given.check_runnable()
-    return given
+    if recipe is None:
+        recipe = Recipe.of(**cast(RecipeOptions, {**options, **sizes}))
+    elif options:
+        raise InputError(f"recipe: given together with {', '.join(options)}, expected one or the other")
+    mismatched = {axis: size for axis in OPTIONAL if (size := getattr(recipe.parallelism, axis)) != sizes[axis]}
+    if mismatched:
+        expected = {axis: sizes[axis] for axis in mismatched}
+        raise InputError(
+            f"recipe says {_sizes(mismatched)}; it must say {_sizes(expected)}, the sizes of the processes"
+        )
+    recipe.check_runnable()
+    return recipe
 
 
 def _sizes(sizes: Mapping[str, int]) -> str:
@@ -200,17 +204,17 @@ def _sizes(sizes: Mapping[str, int]) -> str:
 def fault_of_architecture(description: Description, order: Order, recipe: Recipe) -> str | None:
     """Return why a small copy of the model, cut into stages or its sequences into pieces, does not compute what the
     uncut one does; None if it does."""
-    apart = recipe.batch.separate
-    beside = ' and documents = "separate"' if apart else ""
+    separate = recipe.batch.separate
+    suffix = ' and documents = "separate"' if separate else ""
     splits = any(map(order.splits_backward, range(order.devices)))
     try:
         if description.model is not None:
             check_forward(description.plain or description)
         self_check(description, split_backwards if splits else None, say=logger.warning)
         if recipe.parallelism.cp > 1:
-            check_pieces(description, f"cp{beside}", slices=False, apart=apart)
+            check_pieces(description, f"cp{suffix}", slices=False, apart=separate)
         if order.slices > 1:
-            check_pieces(description, f"slices{beside}", slices=True, apart=apart)
+            check_pieces(description, f"slices{suffix}", slices=True, apart=separate)
     except InputError as error:
         return str(error)
     except Exception as error:  # whatever a family's own forward raises: the others wait for a sentence

@@ -169,36 +169,36 @@ def distribute(
             parameters or their hooks, replicas on the update, or if some of them were called for another method.
     """
     fault: InputError | None = None
-    own: Inputs | None = None
+    local_inputs: Inputs | None = None
     row = _Row()
     if grid.feeds:
         try:
-            own = _on_cpu(inputs, microbatches=microbatches, model=model, tokens=tokens)
+            local_inputs = _on_cpu(inputs, microbatches=microbatches, model=model, tokens=tokens)
         except InputError as error:
             fault = error
         else:
-            row = _row_of(own, drawn)
+            row = _row_of(local_inputs, drawn)
     table = groups.begin(called, [*row, *trained.for_all()], "the size of the batch", "the step")
     replicas = grid.size("dp")
-    sources = [_Row._make(one[: len(row)]) for one in table[:: len(table) // replicas]]
+    sources = [_Row._make(numbers[: len(row)]) for numbers in table[:: len(table) // replicas]]
     source = sources[grid.coordinate("dp")]
-    if not all(one.good for one in sources):
+    if not all(entry.good for entry in sources):
         which = "another" if source.good else "the"
         raise fault or InputError(f"input_ids: refused by the first process of {which} pipeline; see its error")
     totals = Totals(
-        sum(_as_float(one.weight) for one in sources),
-        sum(one.valid_tokens for one in sources),
+        sum(_as_float(entry.weight) for entry in sources),
+        sum(entry.valid_tokens for entry in sources),
         source.accumulate,
-        min(one.sequences for one in sources),
+        min(entry.sequences for entry in sources),
         _total_of(source.of_update),
         sources[0].drawn,
     )
     if (fault := _fault_of_update(sources, totals)) is not None:
         raise fault
-    if not trained.agree([one[len(row) :] for one in table], replicas):
+    if not trained.agree([numbers[len(row) :] for numbers in table], replicas):
         flags = groups.gather(trained.by_name(), "which parameters are trained", "the step")
         raise trained.disagreement(flags, replicas)
-    return _share(own, source, groups, torch_device), totals
+    return _share(local_inputs, source, groups, torch_device), totals
 
 
 class _Row(NamedTuple):
@@ -225,7 +225,7 @@ def _row_of(inputs: Inputs, drawn: int) -> _Row:
     assert inputs.input_ids is not None
     present = [tensor is not None for tensor in (inputs.position_ids, inputs.attention_mask, inputs.token_weights)]
     wide = inputs.token_weights is not None and inputs.token_weights.dtype == torch.float64
-    total = _own_total(*_weights(inputs))
+    total = _batch_total(*_weights(inputs))
     of_update = NO_TOTAL if inputs.total_tokens is None else float(inputs.total_tokens)
     numbers = (_as_integer(total.weight), total.valid_tokens, inputs.steps, _as_integer(of_update), drawn)
     return _Row._make([1, *inputs.input_ids.shape, *present, wide, *numbers])
@@ -243,7 +243,10 @@ def _on_cpu(inputs: Inputs, *, microbatches: int, model: Description, tokens: Di
 
 def _fault_of_update(replicas: Sequence[_Row], totals: Totals) -> InputError | None:
     """Return what is wrong with the number of steps and the total of the update that each replica gives."""
-    steps, weights = [one.accumulate for one in replicas], [_total_of(one.of_update) for one in replicas]
+    steps, weights = (
+        [replica.accumulate for replica in replicas],
+        [_total_of(replica.of_update) for replica in replicas],
+    )
     if len(set(steps)) > 1:
         return InputError(f"accumulate: {steps} by replica, expected the same number of steps in all of them")
     if len(set(weights)) > 1:
@@ -274,7 +277,7 @@ def count_weight(
     if feeds:
         try:
             checked = _on_cpu(inputs, microbatches=1, model=model, tokens=WHOLE)
-            numbers[1] = _own_total(*_weights(checked)).weight
+            numbers[1] = _batch_total(*_weights(checked)).weight
         except InputError as error:
             fault, numbers = error, [0.0, 0.0]
     table = numbers_of_all(numbers)
@@ -285,11 +288,11 @@ def count_weight(
     return sum(weight for _, weight in table)
 
 
-def _share(given: Inputs | None, row: _Row, groups: Groups, torch_device: torch.device) -> Inputs:
+def _share(inputs: Inputs | None, row: _Row, groups: Groups, torch_device: torch.device) -> Inputs:
     """Send the inputs of the first process of a replica, `given` there only, to all of it."""
     on_host: Tensor | None = None
-    if given is not None:
-        on_host = torch.stack([one.to(torch.int64) for one in fields_of(given)[:4] if one is not None])
+    if inputs is not None:
+        on_host = torch.stack([tensor.to(torch.int64) for tensor in fields_of(inputs)[:4] if tensor is not None])
         integers = on_host.to(torch_device)
     else:
         size = (2 + row.has_positions + row.has_mask, row.sequences, row.tokens)
@@ -298,9 +301,9 @@ def _share(given: Inputs | None, row: _Row, groups: Groups, torch_device: torch.
     weights = None
     if row.has_weights:
         dtype = torch.float64 if row.wide else torch.float32
-        if given is not None:
-            assert given.token_weights is not None
-            weights = given.token_weights.to(device=torch_device, dtype=dtype).contiguous()
+        if inputs is not None:
+            assert inputs.token_weights is not None
+            weights = inputs.token_weights.to(device=torch_device, dtype=dtype).contiguous()
         else:
             weights = torch.empty((row.sequences, row.tokens), dtype=dtype, device=torch_device)
         groups.broadcast(weights, "token weights", "the step")
@@ -315,7 +318,7 @@ def _share(given: Inputs | None, row: _Row, groups: Groups, torch_device: torch.
     )
 
 
-def _own_total(targets: Tensor, weights: Tensor) -> Totals:
+def _batch_total(targets: Tensor, weights: Tensor) -> Totals:
     return Totals(float(weights.sum()), int((targets != IGNORE_INDEX).sum()))
 
 
@@ -362,7 +365,7 @@ def cut(
     assert input_ids is not None
     sequences, tokens = input_ids.shape
     targets, weights = _weights(inputs)
-    totals = totals or _own_total(targets, weights)
+    totals = totals or _batch_total(targets, weights)
     weights = torch.zeros_like(weights) if totals.weight == 0 else weights / totals.divisor
     weights = weights.to(torch_device, dtype)
     assert sequences >= microbatches
@@ -378,7 +381,7 @@ def cut(
             return repeat(None, microbatches)
         return (mask if needs else None for mask, needs in zip(parts(attention_mask), needed, strict=True))
 
-    mask_there = attention_mask.to(torch_device) if attention_mask is not None and any(needed) else None
+    device_mask = attention_mask.to(torch_device) if attention_mask is not None and any(needed) else None
     positions = None if position_ids is None else position_ids.to(torch_device)
 
     return Batch(
@@ -386,10 +389,10 @@ def cut(
             Microbatch(*fields)
             for fields in zip(
                 input_ids.tensor_split(microbatches),
-                (part.flatten() for part in targets.tensor_split(microbatches)),
-                (part.flatten() for part in weights.tensor_split(microbatches)),
+                (chunk.flatten() for chunk in targets.tensor_split(microbatches)),
+                (chunk.flatten() for chunk in weights.tensor_split(microbatches)),
                 parts(positions),
-                masks(mask_there),
+                masks(device_mask),
                 zip(parts(position_ids), masks(attention_mask), strict=True),
                 strict=True,
             )

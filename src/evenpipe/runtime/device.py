@@ -95,7 +95,9 @@ class HeldModel:
     @property
     def matrices(self) -> list[Matrix]:
         """Its rows of the vocabulary matrices; tied ones once."""
-        return list(dict.fromkeys(one for one in (self.embedding_matrix, *self.head_matrices) if one is not None))
+        return list(
+            dict.fromkeys(matrix for matrix in (self.embedding_matrix, *self.head_matrices) if matrix is not None)
+        )
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Return all tensors held between steps, by purpose."""
@@ -167,7 +169,7 @@ class _Cut:
     """Of those that are not whole; None: not at all."""
     experts: Set[str]
     """Those that members of a group share."""
-    alone: Set[str]
+    on_first_rank: Set[str]
     """Those that only the first tensor rank holds."""
 
 
@@ -199,8 +201,8 @@ class Builder:
         if layout.program.order.splits_backward(device):
             report_unsplit(unsplit)
         ranks, exchange = self.grid.size("tp"), None if self.ranks.tensor is None else self.ranks.tensor[1]
-        own = device * ranks + self.grid.coordinate("tp")
-        embedding_shard, head_shard = layout.embedding_shards[own], layout.head_shards[own]
+        shard_index = device * ranks + self.grid.coordinate("tp")
+        embedding_shard, head_shard = layout.embedding_shards[shard_index], layout.head_shards[shard_index]
         has_embedding = layout.sharded or device == placement.first_device
         has_head = layout.sharded or device == placement.last_device
         embedding = self._matrix(description.embedding_name, embedding_shard) if has_embedding else None
@@ -213,14 +215,14 @@ class Builder:
             head = self._matrix(description.head_name, head_shard) if has_head else None
         bias = self._matrix(description.head_bias_name, head_shard) if has_head and description.head_bias_name else None
         held.embedding_matrix = embedding
-        held.head_matrices = tuple(one for one in (head, bias) if one is not None)
+        held.head_matrices = tuple(matrix for matrix in (head, bias) if matrix is not None)
         if head is not None:
             one_barrier = layout.program.vocabulary.combining is Kind.C
             held.output = OutputShard(head, bias, head_shard, self.loss, one_barrier=one_barrier, exchange=exchange)
         if embedding is not None:
             first = 0 if layout.sharded else device * ranks
             shards = layout.embedding_shards if layout.sharded else layout.embedding_shards[first : first + ranks]
-            held.embedding = EmbeddingShard(embedding, shards, own - first, description.padding_index, exchange)
+            held.embedding = EmbeddingShard(embedding, shards, shard_index - first, description.padding_index, exchange)
         held.refresh()
         return held
 
@@ -245,18 +247,20 @@ class Builder:
         held.stages[stage] = module
         layers_name = description.structure.layers_name
         layers = {index: module.get_submodule(f"{layers_name}.{index}") for index in range(first, last)}
-        own = self._hold(stage, module, list(layers.values()), cut)
+        local_tensors = self._hold(stage, module, list(layers.values()), cut)
         for name, buffer in persistent_buffers(module):
             shared = nn.Parameter(buffer, requires_grad=False)
             # All stages have those outside of layers.
             is_copy = not name.startswith(f"{layers_name}.") and stage != placement.last_stage
-            own[name] = held.buffers[name] = self._held(shared, TensorPlacement(tuple(buffer.shape)), is_copy=is_copy)
-        fill_parameters(module, description, self.weights.seed, own)
+            local_tensors[name] = held.buffers[name] = self._held(
+                shared, TensorPlacement(tuple(buffer.shape)), is_copy=is_copy
+            )
+        fill_parameters(module, description, self.weights.seed, local_tensors)
         if self.weights.broadcast is not None:
             drawn = drawn_parameters(description)
-            for name, one in own.items():
+            for name, local_tensor in local_tensors.items():
                 if name not in drawn:
-                    self._take_from_first_replica(name, one)
+                    self._take_from_first_replica(name, local_tensor)
         for transform in self._transforms():
             transform.apply(module, layers)
         return unsplit_matrices(module)
@@ -283,37 +287,37 @@ class Builder:
     def _cut(self, layers: range) -> _Cut:
         description, ranks = self.description, self.ranks
         placements: dict[str, TensorPlacement | None] = {}
-        alone: set[str] = set()
+        on_first_rank: set[str] = set()
         experts: dict[str, TensorPlacement | None] = {}
         for index in layers:
             if ranks.tensor is not None:
-                model_cut, place = ranks.tensor[0], (self.grid.coordinate("tp"), self.grid.size("tp"))
-                placements |= model_cut.placements(description, index, *place)
-                alone |= model_cut.alone(description, index)
+                model_cut, rank_and_size = ranks.tensor[0], (self.grid.coordinate("tp"), self.grid.size("tp"))
+                placements |= model_cut.placements(description, index, *rank_and_size)
+                on_first_rank |= model_cut.alone(description, index)
             if ranks.experts is not None:
                 experts |= placements_of_experts(description, index, ranks.experts, placements)
-        return _Cut(placements | experts, experts.keys(), alone)
+        return _Cut(placements | experts, experts.keys(), on_first_rank)
 
     def _hold(
         self, stage: int, module: Stage | ModuleStage, layers: Sequence[nn.Module], cut: _Cut
     ) -> dict[str, Held[nn.Parameter]]:
         """Make this process's part of the parameters of a stage, those of experts that members of a group share and all
         others; return it by name."""
-        taken: dict[str, Held[nn.Parameter]] = {}
+        local_parameters: dict[str, Held[nn.Parameter]] = {}
         names = {name for name, _ in module.named_parameters()}
         parts = (
             (f"stage {stage}", names - cut.experts, self.shards, False),
             (f"experts of stage {stage}", names & cut.experts, self.expert_shards, True),
         )
-        for what, own, shards, are_experts in parts:
-            if are_experts and not own:
+        for label, selected, shards, are_experts in parts:
+            if are_experts and not selected:
                 continue
             parameters: StageParameters | ShardedModule
             if shards is None:
                 parameters = StageParameters(
-                    module, self.compute_dtype, own, kept=module.kept, torch_device=self.torch_device
+                    module, self.compute_dtype, selected, kept=module.kept, torch_device=self.torch_device
                 )
-                masters = {name: Held.whole(one) for name, one in parameters}
+                masters = {name: Held.whole(parameter) for name, parameter in parameters}
             else:
                 parameters = ShardedModule(
                     module,
@@ -321,25 +325,25 @@ class Builder:
                     shards,
                     compute_dtype=self.compute_dtype,
                     torch_device=self.torch_device,
-                    what=what,
-                    names=own,
+                    label=label,
+                    names=selected,
                     kept=module.kept,
                     inner=are_experts,
                 )
                 masters = dict(parameters)
-            self.held.parts.append(HeldPart(stage, what, parameters, are_experts))
-            taken |= {name: self._hold_one(name, master, cut) for name, master in masters.items()}
-        return taken
+            self.held.parts.append(HeldPart(stage, label, parameters, are_experts))
+            local_parameters |= {name: self._hold_parameter(name, master, cut) for name, master in masters.items()}
+        return local_parameters
 
-    def _hold_one(self, name: str, master: Held[nn.Parameter], cut: _Cut) -> Held[nn.Parameter]:
+    def _hold_parameter(self, name: str, master: Held[nn.Parameter], cut: _Cut) -> Held[nn.Parameter]:
         ranks, of_replicas = self.grid.size("tp"), master.placement
         over_ranks = cut.placements.get(name) or TensorPlacement(of_replicas.shape)
         over_both = replace(over_ranks, cuts=(*over_ranks.cuts, *of_replicas.cuts))
-        one = self.held.shards[name] = self._held(master.tensor, over_both, is_alone=name in cut.alone)
-        different = [found.parts for found in over_ranks.cuts if "tp" in found.axes]
-        if ranks > 1 and name not in cut.alone and all(parts < ranks for parts in different):
-            self.held.shared.append(one)
-        return one
+        held = self.held.shards[name] = self._held(master.tensor, over_both, is_alone=name in cut.on_first_rank)
+        part_counts = [rank_cut.parts for rank_cut in over_ranks.cuts if "tp" in rank_cut.axes]
+        if ranks > 1 and name not in cut.on_first_rank and all(parts < ranks for parts in part_counts):
+            self.held.shared.append(held)
+        return held
 
     def _take_from_first_replica(self, name: str, held: Held[Any]) -> None:
         """Replace this process's part of a tensor by that of the first replica's live model.
@@ -347,21 +351,21 @@ class Builder:
         What replicas have cut is sent whole, in blocks of rows of which each keeps its own.
         """
         assert self.weights.broadcast is not None
-        own, placement = held.tensor.detach(), held.placement
+        local, placement = held.tensor.detach(), held.placement
         over_replicas = tuple(cut for cut in placement.cuts if not {"dp", "edp", "ep"}.isdisjoint(cut.axes))
         if not over_replicas:
-            self.weights.broadcast(own)
+            self.weights.broadcast(local)
             return
-        others = replace(placement, cuts=tuple(cut for cut in placement.cuts if cut not in over_replicas))
-        of_all = live_tensor(self.description, name)
-        if others.cuts:
-            of_all = others.of(of_all)
-        part = Held(own, TensorPlacement(tuple(of_all.shape), over_replicas))
-        rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(of_all.shape[1:])))
-        for start in range(0, len(of_all), rows):
-            block = of_all[start : start + rows].to(own.device, own.dtype, copy=True)
+        within_replica = replace(placement, cuts=tuple(cut for cut in placement.cuts if cut not in over_replicas))
+        source = live_tensor(self.description, name)
+        if within_replica.cuts:
+            source = within_replica.of(source)
+        shard = Held(local, TensorPlacement(tuple(source.shape), over_replicas))
+        rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(source.shape[1:])))
+        for start in range(0, len(source), rows):
+            block = source[start : start + rows].to(local.device, local.dtype, copy=True)
             self.weights.broadcast(block)
-            part.fill(block, start)
+            shard.fill(block, start)
 
     def _matrix(self, name: str, shard: Shard, *, is_copy: bool = False) -> Matrix:
         """Return this process's rows of a vocabulary matrix.
@@ -370,10 +374,10 @@ class Builder:
         """
         layout, description, grid = self.layout, self.description, self.grid
         axes = [axis for axis in (("pp", "tp") if layout.sharded else ("tp",)) if grid.size(axis) > 1]
-        part = 0
+        index = 0
         for axis in axes:
-            part = part * grid.size(axis) + grid.coordinate(axis)
-        cuts = (Cut(tuple(axes), part, math.prod(map(grid.size, axes))),) if axes else ()
+            index = index * grid.size(axis) + grid.coordinate(axis)
+        cuts = (Cut(tuple(axes), index, math.prod(map(grid.size, axes))),) if axes else ()
         (rows,) = TensorPlacement((description.rows_of(name),), cuts).ranges(0)
         assert (rows.start, rows.stop) == (shard.start, shard.stop), f"{name}: {rows} on this device, not {shard}"
         width = () if name == description.head_bias_name else (description.hidden_size,)
@@ -381,17 +385,17 @@ class Builder:
         empty = torch.empty((len(rows), *width), dtype=self.weights.dtype, device=device)
         parameter = nn.Parameter(empty, requires_grad=_is_trained(description, name))
         if self.shards is None:
-            found = Matrix(parameter, self.compute_dtype)
+            matrix = Matrix(parameter, self.compute_dtype)
         else:
-            found = ShardedMatrix(parameter, self.compute_dtype, self.shards, self.torch_device, name)
-        placement = TensorPlacement((description.rows_of(name), *width), (*cuts, *found.cuts))
-        held = self.held.shards[name] = self._held(found.parameter, placement, is_copy=is_copy)
-        (own,) = placement.ranges(0)
+            matrix = ShardedMatrix(parameter, self.compute_dtype, self.shards, self.torch_device, name)
+        placement = TensorPlacement((description.rows_of(name), *width), (*cuts, *matrix.cuts))
+        held = self.held.shards[name] = self._held(matrix.parameter, placement, is_copy=is_copy)
+        (local_rows,) = placement.ranges(0)
         with torch.no_grad():
-            found.parameter.copy_(fill_rows(description, name, own.start, own.stop, self.weights.seed))
+            matrix.parameter.copy_(fill_rows(description, name, local_rows.start, local_rows.stop, self.weights.seed))
         if self.weights.broadcast is not None:
             self._take_from_first_replica(name, held)
-        return found
+        return matrix
 
     def _held(
         self,

@@ -76,8 +76,8 @@ class Executor:
         # Members of an expert group run the same passes.
         sequences = len(inputs.input_ids) if groups.experts is None else totals.fewest_sequences
         program = plan.layout.program if training else self._evaluation(sequences)
-        parts = program.microbatches
-        batch = cut(inputs, totals, microbatches=parts, dtype=self.results.dtype, torch_device=self.torch_device)
+        microbatches = program.microbatches
+        batch = cut(inputs, totals, microbatches=microbatches, dtype=self.results.dtype, torch_device=self.torch_device)
         if self.cutter is not None:
             batch = self.cutter.pieces(batch)
         hooked = self.trained.hooked if training else {}
@@ -90,11 +90,11 @@ class Executor:
                 self.router_losses.accumulate = totals.accumulate
             self.walker.record_passes = record_passes
             clocks = partial(read_clocks, groups.everyone, self.grid.group("pp", "tp"), self.torch_device)
-            before = clocks() if record_passes else None
+            start_clocks = clocks() if record_passes else None
             with set_aside(hooked) as of_hooked, drawing:
                 record = self.walker.walk(program, batch)
-            if before is not None:
-                record.clock = Conversion(before, clocks())
+            if start_clocks is not None:
+                record.clock = Conversion(start_clocks, clocks())
             result = self.results.of(batch, record, started, totals.loss_factor, training=training)
         call_hooks(hooked, of_hooked)  # no other process waits for this one any more
         return result
@@ -111,11 +111,13 @@ class Executor:
 
     def _evaluation(self, sequences: int) -> Program:
         """Return the cached program that evaluates `sequences`: the walker knows programs by identity."""
-        whole = self.plan.layout.evaluation
-        parts = min(sequences, whole.microbatches)
-        if parts not in self._evaluations:
-            self._evaluations[parts] = whole if parts == whole.microbatches else whole.of_the_first(parts)
-        return self._evaluations[parts]
+        evaluation = self.plan.layout.evaluation
+        microbatches = min(sequences, evaluation.microbatches)
+        if microbatches not in self._evaluations:
+            self._evaluations[microbatches] = (
+                evaluation if microbatches == evaluation.microbatches else evaluation.of_the_first(microbatches)
+            )
+        return self._evaluations[microbatches]
 
     def forget_evaluations(self) -> None:
         """Follow another layout of the plan."""
@@ -135,7 +137,7 @@ def make_executor(
     load: Load | None,
     draws: Draws | None,
     activations: Activations | None,
-    alone: Collection[str],
+    on_first_rank: Collection[str],
     failed: Callable[[BaseException], None],
 ) -> Executor:
     """Return the executor of this process's part of a model.
@@ -143,7 +145,7 @@ def make_executor(
     Args:
         entropy: whether the output layer computes it.
         load: counts what tokens choose among experts; None for a model without.
-        alone: names of parameters that only the first tensor rank holds.
+        on_first_rank: names of parameters that only the first tensor rank holds.
     """
     description, layout = plan.description, plan.layout
     router_losses = None
@@ -168,7 +170,7 @@ def make_executor(
             vocabulary=description.vocabulary_names,
             tensor_ranks=grid.size("tp"),
             context_ranks=grid.size("cp"),
-            alone=alone,
+            on_first_rank=on_first_rank,
             follow=[*(parameters.follow_flags for parameters in held.unsharded), replicas.follow_flags],
         ),
         results=Results(

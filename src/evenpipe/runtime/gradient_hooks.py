@@ -109,9 +109,11 @@ class _Give(torch.autograd.Function):
     """A link of the chain: its backward gives a parameter its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, before: Tensor, parameter: nn.Parameter, take: Callable[[str], Tensor], name: str) -> Tensor:
+    def forward(
+        ctx: Any, previous: Tensor, parameter: nn.Parameter, take: Callable[[str], Tensor], name: str
+    ) -> Tensor:
         ctx.take, ctx.name = take, name
-        return before.new_empty(0)
+        return previous.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:

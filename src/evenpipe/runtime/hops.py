@@ -45,14 +45,14 @@ def check_edges(stages: Mapping[int, HasEdges], edges: Iterable[Edge], groups: G
     Raises:
         InputError: on every process, if they differ.
     """
-    own = {str(stage): (str(module.outgoing), str(module.incoming)) for stage, module in stages.items()}
-    tables = values_of_members(groups.everyone, own, "what edges between stages carry")
+    local_edges = {str(stage): (str(module.outgoing), str(module.incoming)) for stage, module in stages.items()}
+    tables = values_of_members(groups.everyone, local_edges, "what edges between stages carry")
     for edge in edges:
-        told = {table[str(stage)][end] for table in tables for end, stage in enumerate(edge) if str(stage) in table}
-        if len(told) > 1:
+        specs = {table[str(stage)][end] for table in tables for end, stage in enumerate(edge) if str(stage) in table}
+        if len(specs) > 1:
             raise InputError(
                 f"model: its stages {edge[0]} and {edge[1]} disagree about what the edge between them carries"
-                f" ({'; or '.join(sorted(told))}), expected the same model on all processes"
+                f" ({'; or '.join(sorted(specs))}), expected the same model on all processes"
             )
 
 

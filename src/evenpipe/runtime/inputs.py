@@ -42,11 +42,11 @@ class Inputs:
     """Tensors by name, instead of `input_ids` and others, until `unpacked`."""
 
     @classmethod
-    def of(cls, batch: Tensor | Mapping[str, Any] | None, *others: Any, **options: Any) -> Inputs:
+    def of(cls, batch: Tensor | Mapping[str, Any] | None, *tensors: Any, **options: Any) -> Inputs:
         """Return the inputs of a call, whose first argument is `input_ids` or all tensors by name."""
         if isinstance(batch, Mapping):
-            return replace(cls(None, *others, **options), batch=batch)
-        return cls(batch, *others, **options)
+            return replace(cls(None, *tensors, **options), batch=batch)
+        return cls(batch, *tensors, **options)
 
     @property
     def steps(self) -> int:
@@ -58,7 +58,7 @@ class Divisor(NamedTuple):
     """What the number of tokens of a sequence must be a multiple of."""
 
     number: int
-    least: int
+    minimum: int
     """The fewest tokens."""
     reason: str
     """For messages: where it comes from."""
@@ -137,12 +137,12 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
         raise InputError(
             f"input_ids: {count(sequence, 'token')} per sequence, the model allows at most {maximum_length}"
         )
-    if sequence % tokens.number or sequence < tokens.least:
+    if sequence % tokens.number or sequence < tokens.minimum:
         accepted = f"a multiple of {tokens.number}" if tokens.number > 1 else ""
-        least = f"at least {tokens.least}" if tokens.least > tokens.number else ""
-        wanted = " and ".join(one for one in (accepted, least) if one)
+        minimum = f"at least {tokens.minimum}" if tokens.minimum > tokens.number else ""
+        requirement = " and ".join(clause for clause in (accepted, minimum) if clause)
         raise InputError(
-            f"input_ids has {count(sequence, 'token')} per sequence; it must have {wanted} ({tokens.reason})"
+            f"input_ids has {count(sequence, 'token')} per sequence; it must have {requirement} ({tokens.reason})"
         )
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocabulary:
@@ -150,13 +150,13 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
             f"input_ids contains token {low if low < 0 else high}; tokens must be 0 to {vocabulary - 1} (the"
             " vocabulary)"
         )
-    others = {
+    optional = {
         "labels": (labels, torch.int64),
         "position_ids": (position_ids, torch.int64),
         "attention_mask": (attention_mask, None),
         "token_weights": (token_weights, None),
     }
-    for name, (tensor, dtype) in others.items():
+    for name, (tensor, dtype) in optional.items():
         if tensor is None:
             continue
         if tensor.shape != input_ids.shape or (dtype is not None and tensor.dtype != dtype):
@@ -229,9 +229,9 @@ def with_positions(inputs: Inputs, model: Description) -> Inputs:
     positions, rows = model.positions_of(inputs.input_ids), model.position_rows
     if positions is not None and rows is not None and int(positions.max()) >= rows:
         assert model.padding_index is not None
-        most = rows - 1 - model.padding_index
+        longest = rows - 1 - model.padding_index
         raise InputError(
-            f"input_ids: {count(inputs.input_ids.shape[1], 'token')} per sequence, the model allows at most {most}"
+            f"input_ids: {count(inputs.input_ids.shape[1], 'token')} per sequence, the model allows at most {longest}"
         )
     return replace(inputs, position_ids=positions)
 

@@ -74,7 +74,7 @@ class ModelState:
 
     def name_of_a_part(self) -> str | None:
         """Return the name of a parameter of which other processes hold rows; None if there is none."""
-        return next((one.name for one in self.held_parameters() if one.communicator), None)
+        return next((parameter.name for parameter in self.held_parameters() if parameter.communicator), None)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """As `Pipeline.clip_grad_norm_`."""
@@ -176,8 +176,8 @@ class ModelState:
         """Return what the model was made from, with the dtypes of all tensors. Collective."""
         if self.description.source is None:  # every process knows all of a live model
             return self.origin
-        own = {name: dtype_name(dtype) for name, dtype in self.origin.dtypes.items()}
-        tables = values_of_members(self.groups.everyone, own, "the dtypes of the model's weights")
+        local_dtypes = {name: dtype_name(dtype) for name, dtype in self.origin.dtypes.items()}
+        tables = values_of_members(self.groups.everyone, local_dtypes, "the dtypes of the model's weights")
         dtypes = {name: dtype_of(dtype) for table in tables for name, dtype in table.items()}
         return replace(self.origin, dtypes=dtypes)
 

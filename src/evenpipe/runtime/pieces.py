@@ -47,16 +47,16 @@ class Cutter:
         divisor: int,
         context: ContextRanks | HeadRanks | None,
         *,
-        apart: bool = False,
+        separate: bool = False,
     ) -> None:
         """
         Args:
             rows: by whose work slices are cut.
             divisor: of which every slice has some tokens.
             context: the processes that share every sequence; None for one.
-            apart: documents of a sequence do not see each other, whatever the model does.
+            separate: documents of a sequence do not see each other, whatever the model does.
         """
-        self._rows, self._slices, self._divisor, self._apart = rows, slices, divisor, apart
+        self._rows, self._slices, self._divisor, self._separate = rows, slices, divisor, separate
         self.context = context
         self.ends: dict[int, Sequence[int]] = {}
         """By length of a sequence, the number of tokens up to the end of each slice."""
@@ -70,48 +70,53 @@ class Cutter:
     def pieces(self, batch: Batch) -> Batch:
         """Return this process's pieces of a batch, slice by slice; its sizes stay those of the whole."""
         ends = self.ends_of(batch.sequence_length)
-        pieces = [piece for microbatch in batch.microbatches for piece in self._cut(microbatch, ends)]
+        pieces = [cut_microbatch for microbatch in batch.microbatches for cut_microbatch in self._cut(microbatch, ends)]
         return replace(batch, microbatches=tuple(pieces))
 
     def _cut(self, microbatch: Microbatch, ends: Sequence[int]) -> Iterator[Microbatch]:
         rows, length = microbatch.token_ids.shape
         positions, mask, torch_device = microbatch.position_ids, microbatch.attention_mask, microbatch.weights.device
-        positions_here, mask_here = microbatch.on_host
-        valid = None if mask_here is None else mask_here.bool()
-        documents = None if positions_here is None or mask_here is not None else documents_of(positions_here)
-        packed = None if documents is None else positions_here
-        documents_there, valid_there = (
-            None if one is None else to_device(one, torch_device) for one in (documents, valid)
+        host_positions, host_mask = microbatch.on_host
+        valid = None if host_mask is None else host_mask.bool()
+        documents = None if host_positions is None or host_mask is not None else documents_of(host_positions)
+        packed = None if documents is None else host_positions
+        device_documents, device_valid = (
+            None if tensor is None else to_device(tensor, torch_device) for tensor in (documents, valid)
         )
         ranks, rank = (1, 0) if self.context is None else (self.context.size, self.context.rank)
         exchange: Exchange = self.context if isinstance(self.context, ContextRanks) else Alone()
         heads = self.context if isinstance(self.context, HeadRanks) else None
         carries = None if len(ends) == 1 else Carries(ends)
-        known: list[Tensor] = []
+        key_positions: list[Tensor] = []
         for index, (start, end) in enumerate(pairwise((0, *ends))):
-            places = places_of_ranks(start, end, ranks, packed)
-            known += places
-            own = places[rank]
-            here = to_device(own, torch_device)
-            on_host = OnHost(own if heads is None else torch.cat(places), torch.cat(known), documents, valid)
+            rank_positions = places_of_ranks(start, end, ranks, packed)
+            key_positions += rank_positions
+            local_positions = rank_positions[rank]
+            device_positions = to_device(local_positions, torch_device)
+            on_host = OnHost(
+                local_positions if heads is None else torch.cat(rank_positions),
+                torch.cat(key_positions),
+                documents,
+                valid,
+            )
             sight = Sight(
-                queries=here if heads is None else to_device(on_host.queries, torch_device),
+                queries=device_positions if heads is None else to_device(on_host.queries, torch_device),
                 keys=to_device(on_host.keys, torch_device),
                 exchange=exchange,
                 length=length,
                 positions=positions,
-                documents=documents_there,
-                valid=valid_there,
+                documents=device_documents,
+                valid=device_valid,
                 heads=heads,
-                apart=self._apart,
+                apart=self._separate,
                 on_host=on_host,
             )
             yield Microbatch(
-                token_ids=microbatch.token_ids[:, own],
-                targets=microbatch.targets.view(rows, length)[:, own].flatten(),
-                weights=microbatch.weights.view(rows, length)[:, here].flatten(),
-                position_ids=here.expand(rows, -1) if positions is None else positions[:, here],
-                attention_mask=None if mask is None else mask[:, here],
+                token_ids=microbatch.token_ids[:, local_positions],
+                targets=microbatch.targets.view(rows, length)[:, local_positions].flatten(),
+                weights=microbatch.weights.view(rows, length)[:, device_positions].flatten(),
+                position_ids=device_positions.expand(rows, -1) if positions is None else positions[:, device_positions],
+                attention_mask=None if mask is None else mask[:, device_positions],
                 sight=sight,
                 carries=carries,
                 slice=index,
@@ -127,19 +132,19 @@ def make_cutter(
     Raises:
         InputError: on every process: such a model, or such a recipe, cannot run on pieces of sequences.
     """
-    apart, sizes = recipe.batch.separate, recipe.parallelism
+    separate, sizes = recipe.batch.separate, recipe.parallelism
     if slices > 1 or groups.context is not None:
         _refuse_unfit(description, slices, recipe)
-    elif not (apart and _needs_our_attention(description, groups, on_gpu=on_gpu)):
+    elif not (separate and _needs_our_attention(description, groups, on_gpu=on_gpu)):
         return None, None
-    context, said = None, None
+    context, status = None, None
     if groups.context is not None:
-        how = choose(description, sizes.context_exchange, ranks=sizes.cp, tensor_ranks=sizes.tp, slices=slices)
-        context = (HeadRanks if how.exchange == "heads" else ContextRanks)(groups.context, groups.running)
-        said = f"{how.exchange}: {how.reason}"
+        choice = choose(description, sizes.context_exchange, ranks=sizes.cp, tensor_ranks=sizes.tp, slices=slices)
+        context = (HeadRanks if choice.exchange == "heads" else ContextRanks)(groups.context, groups.running)
+        status = f"{choice.exchange}: {choice.reason}"
         if groups.everyone is not None and groups.everyone.position == 0:
-            logger.info("context ranks exchange %s", said)
-    return Cutter(model.rows_for(recipe), slices, Divisor.of(sizes, slices).number, context, apart=apart), said
+            logger.info("context ranks exchange %s", status)
+    return Cutter(model.rows_for(recipe), slices, Divisor.of(sizes, slices).number, context, separate=separate), status
 
 
 def _refuse_unfit(description: Description, slices: int, recipe: Recipe) -> None:
@@ -170,13 +175,13 @@ def _needs_our_attention(description: Description, groups: Groups, *, on_gpu: bo
     Raises:
         InputError: on every process: they cannot be kept apart.
     """
-    found, fault = False, None
+    needed, fault = False, None
     if groups.everyone is None or groups.everyone.position == 0:
         try:
-            found = needs_our_attention(description, on_gpu=on_gpu)
+            needed = needs_our_attention(description, on_gpu=on_gpu)
         except InputError as error:
             fault = str(error)
     fault = groups.from_the_first(fault, "the check of separate documents")
     if fault is not None:
         raise InputError(fault)
-    return any(one for (one,) in groups.numbers([found]))
+    return any(flag for (flag,) in groups.numbers([needed]))

@@ -88,7 +88,7 @@ from evenpipe.runtime.model_state import ModelState
 from evenpipe.runtime.pieces import make_cutter
 from evenpipe.runtime.result import StepResult, html_table
 from evenpipe.runtime.step_plan import plan_step
-from evenpipe.runtime.tensor_cut import alone, cut_layers, places_of
+from evenpipe.runtime.tensor_cut import cut_layers, names_on_first_rank, places_of
 from evenpipe.runtime.trace import gather_trace
 from evenpipe.schedule import Costs, Order, Program, Timeline
 from evenpipe.schedule.trace import Trace
@@ -175,32 +175,32 @@ class Pipeline:
         trust_remote_code: bool = False,
         transforms: Sequence[LayerTransform] = (),
         timeout_seconds: float = 600.0,
-        **how: Unpack[PipelineOptions],
+        **recipe_options: Unpack[PipelineOptions],
     ) -> None:
-        refuse_unknown(how, (*(Pipeline.__init__.__kwdefaults__ or ()), *PipelineOptions.__annotations__))
+        refuse_unknown(recipe_options, (*(Pipeline.__init__.__kwdefaults__ or ()), *PipelineOptions.__annotations__))
         check_kinds(mesh=mesh, loss=loss, seed=seed, self_check=self_check, recipe=recipe, transforms=transforms)
         check_positive("timeout_seconds", timeout_seconds)
-        wanted = None if torch_device is None else device_of_torch(torch_device)
-        worker = borrow_worker(torch_device=wanted)  # the first call decides
+        requested = None if torch_device is None else device_of_torch(torch_device)
+        worker = borrow_worker(torch_device=requested)  # the first call decides
         self._watch, self._owned = worker.watch, worker.owned
         self._closed, self._closing = False, ExitStack()
         self._closing.callback(give_back, worker)
         try:
-            self._grid = grid = process_grid(mesh, **sizes_given(recipe, how))
+            self._grid = grid = process_grid(mesh, **sizes_given(recipe, recipe_options))
             self._closing.callback(self._watch.call_by_place(places_of(grid)))
             self.device, self.devices = grid.coordinate("pp"), grid.size("pp")
             self.tensor_rank, self.tensor_ranks = grid.coordinate("tp"), grid.size("tp")
             self.context_rank, self.context_ranks = grid.coordinate("cp"), grid.size("cp")
             self.replica, self.replicas = grid.coordinate("dp"), grid.size("dp")
             self.expert_rank, self.expert_ranks = grid.coordinate("ep"), grid.size("ep")
-            self.torch_device = device_of_pipeline(worker, wanted)
+            self.torch_device = device_of_pipeline(worker, requested)
             self._compute_dtype = dtype_of_compute(parameter_dtype, compute_dtype, self.torch_device)
             self.description = self._describe(model, spec, transforms, trust_remote_code=trust_remote_code)
             options = loss_of_model(loss or LossOptions(), self.description)
             copies = SmallCopies.of(self.description)  # the checks below share them
             self._plan = plan_step(
                 self.description,
-                recipe_of(recipe, how, grid),
+                recipe_of(recipe, recipe_options, grid),
                 worker,
                 torch_device=self.torch_device,
                 compute_dtype=self._compute_dtype,
@@ -241,7 +241,7 @@ class Pipeline:
             self._load = count_choices(self.description, self._groups, self.tensor_rank)
             self._experts = spread_experts(self.description, self._groups, self.recipe)
             self._build(worker, options, parameter_dtype, seed, sharded=sharded)
-            self._let_go_of_the_model()
+            self._release_live_model()
         except InputError:  # the same on every process
             self.close()
             raise
@@ -318,14 +318,14 @@ class Pipeline:
         if may_draw(self.description):
             draws = Draws(self.torch_device, self.context_rank * self.tensor_ranks + self.tensor_rank)
         kept = self.recipe.offload.kept_layers(self.description.layers)
-        gives_all = replicas is not None and self.description.model is not None
+        broadcasts_weights = replicas is not None and self.description.model is not None
         held = Builder(
             description=self.description,
             layout=self.layout,
             grid=self._grid,
             loss=options,
             layers=LayerOptions(plan.checkpointing, draws, self.recipe.compile_layers, activations, kept),
-            weights=Weights(parameter_dtype, seed, self._broadcast if gives_all else None),
+            weights=Weights(parameter_dtype, seed, self._broadcast if broadcasts_weights else None),
             compute_dtype=self._compute_dtype,
             torch_device=self.torch_device,
             shards=replicas if sharded else None,
@@ -358,7 +358,7 @@ class Pipeline:
             load=self._load,
             draws=draws,
             activations=activations,
-            alone=alone(self.description, self._tensor),
+            on_first_rank=names_on_first_rank(self.description, self._tensor),
             failed=self._step_failed,
         )
 
@@ -378,7 +378,7 @@ class Pipeline:
         if fault is not None:
             raise InputError(fault)
 
-    def _let_go_of_the_model(self) -> None:
+    def _release_live_model(self) -> None:
         """Release a live model, which has been copied; keep only its generation config."""
         model, skeleton = self.description.model, self.description.skeleton
         if isinstance(skeleton, PreTrainedModel) and model is not None:
@@ -419,8 +419,8 @@ class Pipeline:
         for device in range(self.devices):
             stages = layout.program.placement.stages_of(device)
             layers = ", ".join(f"{first}:{last}" for first, last in (layout.layers[stage] for stage in stages))
-            own = slice(device * self.tensor_ranks, (device + 1) * self.tensor_ranks)
-            shards = [shards[own] for shards in (layout.embedding_shards, layout.head_shards)]
+            device_shards = slice(device * self.tensor_ranks, (device + 1) * self.tensor_ranks)
+            shards = [shards[device_shards] for shards in (layout.embedding_shards, layout.head_shards)]
             rows.append([str(device), layers, *(f"{held[0].start}:{held[-1].stop}" for held in shards)])
         return html_table(repr(self), ["device", "layers", "rows of the embedding", "rows of the output layer"], rows)
 
@@ -540,9 +540,9 @@ class Pipeline:
         """
         layout = self.layout_by(costs)
         text = "\n".join(" ".join(map(str, row)) for row in layout.program.rows)
-        own = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-        orders = self._groups.begin("arrange", [own], "the call of arrange", "")
-        if any(order != [own] for order in orders):
+        fingerprint = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+        orders = self._groups.begin("arrange", [fingerprint], "the call of arrange", "")
+        if any(order != [fingerprint] for order in orders):
             raise InputError("arrange: processes were given other pass times, expected the same on all of them")
         self.layout = layout
 

@@ -78,16 +78,16 @@ class Recording:
         passes = {str(item): item for item, *_ in self.passes}
         transfers = {str(item): item for item, *_ in self.transfers}
         record.waits = [
-            WaitTime(transfers.get(what) or passes[what], passes.get(needed_by), seconds(a), seconds(b))
-            for what, needed_by, a, b in self.waits
+            WaitTime(transfers.get(text) or passes[text], passes.get(needed_by), seconds(a), seconds(b))
+            for text, needed_by, a, b in self.waits
         ]
-        found: dict[str, float] = {}
-        for what, _, _, end in self.waits:
-            found.setdefault(what, seconds(end))
+        arrived: dict[str, float] = {}
+        for text, _, _, end in self.waits:
+            arrived.setdefault(text, seconds(end))
         record.transfers = [
-            TransferTime(item, seconds(a), seconds(b), found.get(str(item))) for item, a, b in self.transfers
+            TransferTime(item, seconds(a), seconds(b), arrived.get(str(item))) for item, a, b in self.transfers
         ]
-        record.copies = [CopyTime(passes[what], *map(seconds, stamps)) for what, stamps in self.copies]
+        record.copies = [CopyTime(passes[text], *map(seconds, stamps)) for text, stamps in self.copies]
         now = self._counted()
         if self._allocations is not None and now is not None:
             record.allocations = now.since(self._allocations)
@@ -96,8 +96,8 @@ class Recording:
         """Return the counters of a GPU's allocator since the start of the process."""
         if self._torch_device.type != "cuda":
             return None
-        found = torch.cuda.memory_stats(self._torch_device)
-        return Allocations(*(found[name] for name in COUNTERS))
+        statistics = torch.cuda.memory_stats(self._torch_device)
+        return Allocations(*(statistics[name] for name in COUNTERS))
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -32,26 +32,26 @@ class Replicas:
         """Of parameters that are replicated."""
         self._at_the_end: list[GradientReducer] = []
         placed = {shard.tensor: shard for shard in held.shards.values()}
-        for part in held.parts:
-            communicator = groups.expert_replicas if part.are_experts else groups.replicas
-            if isinstance(part.parameters, ShardedModule):
-                self._sharded[part.stage].append(part.parameters)
+        for held_part in held.parts:
+            communicator = groups.expert_replicas if held_part.are_experts else groups.replicas
+            if isinstance(held_part.parameters, ShardedModule):
+                self._sharded[held_part.stage].append(held_part.parameters)
             elif communicator is not None:
-                own = [placed[parameter] for _, parameter in part.parameters]
-                sums = GradientReducer(own, communicator, COPIES, f"gradients of {part.name}")
-                self._sums[part.stage].append(sums)
-        for of, name, matrices in _vocabulary(held, program):
+                parameters = [placed[parameter] for _, parameter in held_part.parameters]
+                sums = GradientReducer(parameters, communicator, COPIES, f"gradients of {held_part.name}")
+                self._sums[held_part.stage].append(sums)
+        for part, name, matrices in _vocabulary(held, program):
             sharded = [matrix.sharded for matrix in matrices if isinstance(matrix, ShardedMatrix)]
-            self._sharded[of] += sharded
+            self._sharded[part] += sharded
             if not sharded and groups.replicas is not None:
-                own = [placed[matrix.parameter] for matrix in matrices]
-                self._sums[of].append(GradientReducer(own, groups.replicas, COPIES, f"gradients of {name}"))
+                parameters = [placed[matrix.parameter] for matrix in matrices]
+                self._sums[part].append(GradientReducer(parameters, groups.replicas, COPIES, f"gradients of {name}"))
         if groups.shared is not None:
-            what = "gradients that tensor ranks share"  # together: there are few, and most are small
-            self._at_the_end.append(GradientReducer(held.shared, groups.shared, ("tp",), what, in_place=math.inf))
+            label = "gradients that tensor ranks share"  # together: there are few, and most are small
+            self._at_the_end.append(GradientReducer(held.shared, groups.shared, ("tp",), label, in_place=math.inf))
         if held.tied_copy is not None and groups.tied is not None:
             copy = [placed[held.tied_copy.parameter]]
-            self._at_the_end.append(GradientReducer(copy, groups.tied, ("pp",), "tied gradients", apart=True))
+            self._at_the_end.append(GradientReducer(copy, groups.tied, ("pp",), "tied gradients", set_aside=True))
         self._gradients = False
 
     def follow_flags(self) -> None:

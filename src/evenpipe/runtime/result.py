@@ -80,7 +80,7 @@ class StepResult:
         + 1, 0 if it does not count."""
         if not self._log_probabilities:
             raise InputError("log_probabilities: only evaluate() gives them, not step()")
-        return torch.cat([part.wait() for part in self._log_probabilities]).view(self._shape)
+        return torch.cat([chunk.wait() for chunk in self._log_probabilities]).view(self._shape)
 
 
 def html_table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

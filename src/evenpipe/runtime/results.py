@@ -79,9 +79,9 @@ class Results:
         )
 
     def _log_probabilities(self, batch: Batch) -> list[Work]:
-        own = None if self._output is None else self._output.log_probabilities
+        local = None if self._output is None else self._output.log_probabilities
         shared = [
-            self._share(None if own is None else own[index], (microbatch.tokens,))
+            self._share(None if local is None else local[index], (microbatch.tokens,))
             for index, microbatch in enumerate(batch.microbatches)
         ]
         if all(microbatch.sight is None for microbatch in batch.microbatches):
@@ -94,41 +94,41 @@ class Results:
 
     def _in_order(self, slices: Sequence[Microbatch], shared: Sequence[Work]) -> Tensor:
         """Return the values of whole rows, from those of every slice and of each context rank's piece of it."""
-        whole: Tensor | None = None
-        for one, values in zip(slices, shared, strict=True):
-            sight, context = one.sight, self._groups.context
+        log_probabilities: Tensor | None = None
+        for microbatch, values in zip(slices, shared, strict=True):
+            sight, context = microbatch.sight, self._groups.context
             assert sight is not None
-            own = values.wait().view(one.token_ids.shape)
-            if whole is None:
-                whole = own.new_empty((len(own), sight.length))
-            table = own.unsqueeze(0)
+            local = values.wait().view(microbatch.token_ids.shape)
+            if log_probabilities is None:
+                log_probabilities = local.new_empty((len(local), sight.length))
+            table = local.unsqueeze(0)
             if context is not None:
-                what = "log-probabilities of all pieces"
-                table = context.all_gather(own.contiguous(), what).wait("the caller")
-            places = sight.keys[-table[:, 0].numel() :]  # of this slice
-            whole[:, places] = table.transpose(0, 1).flatten(1)
-        assert whole is not None
-        return whole.flatten()
+                label = "log-probabilities of all pieces"
+                table = context.all_gather(local.contiguous(), label).wait("the caller")
+            positions = sight.keys[-table[:, 0].numel() :]  # of this slice
+            log_probabilities[:, positions] = table.transpose(0, 1).flatten(1)
+        assert log_probabilities is not None
+        return log_probabilities.flatten()
 
-    def _share(self, own: Tensor | None, shape: tuple[int, ...]) -> Work:
+    def _share(self, value: Tensor | None, shape: tuple[int, ...]) -> Work:
         """Share a result of the output layer. If it is sharded, all devices know it; else the last stage sends it."""
         if self._layout.sharded:
-            assert own is not None
-            return Done(own)
-        return self._groups.share(own, self._last, self.dtype, shape)
+            assert value is not None
+            return Done(value)
+        return self._groups.share(value, self._last, self.dtype, shape)
 
-    def _mean(self, own: Tensor | None) -> Work:
+    def _mean(self, value: Tensor | None) -> Work:
         """Share a mean. Token weights add up to 1 over all replicas, so the sum of their losses (entropies) is the
         mean."""
         if self._pipelines == 1:
-            return self._share(own, ())
-        return self._groups.share_sum(own, self._last, self.dtype)
+            return self._share(value, ())
+        return self._groups.share_sum(value, self._last, self.dtype)
 
     def _router_loss(self) -> Work | None:
         """Share the router loss, which the device of the last stage knows in every vocabulary mode."""
         if self._router_losses is None:
             return None
-        own = self._router_losses.value
+        value = self._router_losses.value
         if self._pipelines == 1:
-            return self._groups.share(own, self._last, torch.float64, ())
-        return self._groups.share_sum(own, self._last, torch.float64)
+            return self._groups.share(value, self._last, torch.float64, ())
+        return self._groups.share_sum(value, self._last, torch.float64)

@@ -51,7 +51,7 @@ class RouterLosses:
         """Number of steps whose gradients are added up before one update."""
         self._totals: Tensor | None = None
         self._gradient: Tensor | None = None
-        self._at_the_end: dict[int, Tensor] = {}
+        self._last_gradients: dict[int, Tensor] = {}
         """By unit, the gradient of the last stage, from its F to its B or I."""
         self._earlier: dict[int, Tensor] = {}
         """By microbatch, the totals of its slices so far: the loss is that of whole sequences."""
@@ -69,13 +69,13 @@ class RouterLosses:
     def clear(self) -> None:
         """Release the last step's loss, and its inputs."""
         self._totals = self._gradient = self.value = None
-        self._at_the_end.clear()
+        self._last_gradients.clear()
         self._earlier.clear()
 
     @property
     def left(self) -> tuple[int, ...]:
         """Return units whose gradient has not been used, and microbatches without a loss."""
-        return *self._at_the_end, *self._earlier
+        return *self._last_gradients, *self._earlier
 
     def before_forward(self, totals: Tensor | None = None) -> None:
         """Before F. totals: of earlier stages; None for the first stage."""
@@ -102,12 +102,12 @@ class RouterLosses:
         if self._gradients:
             gradient = self._loss.gradient(totals, self._share / self._tensor_ranks)
             first = microbatch * self._slices
-            self._at_the_end.update(dict.fromkeys(range(first, first + self._slices), gradient))
+            self._last_gradients.update(dict.fromkeys(range(first, first + self._slices), gradient))
         return ()
 
     def before_backward(self, unit: int, gradient: Tensor | None = None) -> Tensor:
         """Before B or I. gradient: of the next stage, None for the last one. Return what travels on."""
-        self._gradient = self._at_the_end.pop(unit) if gradient is None else gradient
+        self._gradient = self._last_gradients.pop(unit) if gradient is None else gradient
         return self._gradient
 
     def call(
@@ -115,14 +115,14 @@ class RouterLosses:
     ) -> tuple[Tensor, ...]:
         """Run a stage's forward, in F or R. The gradient enters the backward through the returned hidden states."""
         logits: list[Tensor] = []
-        hidden, *others = microbatch.through(stage, module, inputs, router_logits=logits)
-        before = self._loss.start(self._torch_device) if self._totals is None else self._totals
-        totals, probabilities = self._loss.add(before, logits, microbatch.attention_mask)
+        hidden, *other_outputs = microbatch.through(stage, module, inputs, router_logits=logits)
+        earlier = self._loss.start(self._torch_device) if self._totals is None else self._totals
+        totals, probabilities = self._loss.add(earlier, logits, microbatch.attention_mask)
         if self._totals is not None:  # F already has the values: R needs only the graph
             self._totals = totals
         if probabilities.requires_grad:
             hidden = _Joined.apply(hidden, probabilities, self)
-        return hidden, *others
+        return hidden, *other_outputs
 
     def gradient(self) -> Tensor:
         assert self._gradient is not None

@@ -52,11 +52,11 @@ class Row:
         placement = program.placement
         self.first_stage, self.last_stage = placement.first_stage, placement.last_stage
         stages = placement.stages_of(device)
-        self.before: dict[int, tuple[Edge, ...]] = {
+        self.edges_in: dict[int, tuple[Edge, ...]] = {
             stage: tuple((source, stage) for source in placement.predecessors(stage)) for stage in stages
         }
         """By stage, the edges that lead to it; the first stage has none."""
-        self.after: dict[int, tuple[Edge, ...]] = {
+        self.edges_out: dict[int, tuple[Edge, ...]] = {
             stage: tuple((stage, target) for target in placement.successors(stage)) for stage in stages
         }
         """By stage, the edges that leave it; the last stage has none."""
@@ -68,9 +68,9 @@ class Row:
         self.offloaded: set[StageUnit] = set()
         """Those with O, D and L."""
         arrived = releases(program, device)
-        everything = list(flows(placement, program.vocabulary, forward_only=program.forward_only))
-        takes = Counter(site for flow in everything for site in flow.consumers)
-        makes = Counter(site for flow in everything for site in flow.producers)
+        value_flows = list(flows(placement, program.vocabulary, forward_only=program.forward_only))
+        takes = Counter(site for flow in value_flows for site in flow.consumers)
+        makes = Counter(site for flow in value_flows for site in flow.producers)
         sharding = RowSharding(placement, program.vocabulary, program.rows[device])
         steps: list[Step] = []
         for position, item in enumerate(program.rows[device]):
@@ -78,22 +78,22 @@ class Row:
                 assert _fits(item, program), item
                 steps.append(Step(item, transfers[item.kind], str(item), ()))
             elif item is not None:
-                sites = [PassGroup(device, ROLE[part.kind], part.stage) for part in parts_of(item)]
-                adds = sum(IN_FLIGHT.get(part.kind, 0) for part in parts_of(item)) if self.gradients else 0
-                taken, made = sum(map(takes.__getitem__, sites)), sum(map(makes.__getitem__, sites))
+                sites = [PassGroup(device, ROLE[component.kind], component.stage) for component in parts_of(item)]
+                adds = sum(IN_FLIGHT.get(component.kind, 0) for component in parts_of(item)) if self.gradients else 0
+                take_count, make_count = sum(map(takes.__getitem__, sites)), sum(map(makes.__getitem__, sites))
                 sent = arrived.get(position, ())
                 awaits = sharding.awaits(item)
-                wrong = sharding.take(item, position)
-                assert not wrong, wrong
-                steps.append(Step(item, passes[item.kind], str(item), sent, taken, made, adds, awaits))
-                for part in parts_of(item):
-                    assert _fits(part, program), item
-                    if part.kind is Kind.I:
-                        self.split.add(self.place(part))
-                    elif part.kind is Kind.R:
-                        self.recomputed.add(self.place(part))
-                    elif part.kind is Kind.O:
-                        self.offloaded.add(self.place(part))
+                fault = sharding.take(item, position)
+                assert not fault, fault
+                steps.append(Step(item, passes[item.kind], str(item), sent, take_count, make_count, adds, awaits))
+                for component in parts_of(item):
+                    assert _fits(component, program), item
+                    if component.kind is Kind.I:
+                        self.split.add(self.stage_unit(component))
+                    elif component.kind is Kind.R:
+                        self.recomputed.add(self.stage_unit(component))
+                    elif component.kind is Kind.O:
+                        self.offloaded.add(self.stage_unit(component))
         self.steps = tuple(steps)
 
     def unit(self, item: Item) -> int:
@@ -106,10 +106,10 @@ class Row:
         assert stage is not None
         if peer is None:  # the only one there
             forward = item.kind in (TransferKind.SEND_F, TransferKind.RECV_B)
-            peer = self.after[stage][0][1] if forward else self.before[stage][0][0]
+            peer = self.edges_out[stage][0][1] if forward else self.edges_in[stage][0][0]
         return (stage, peer) if item.kind in (TransferKind.SEND_F, TransferKind.SEND_B) else (peer, stage)
 
-    def place(self, item: Pass) -> StageUnit:
+    def stage_unit(self, item: Pass) -> StageUnit:
         """Return stage and unit of a pass of a stage."""
         assert item.stage is not None
         return item.stage, unit_of(item, self._slices)
@@ -131,9 +131,9 @@ def validate_program(program: Program) -> None:
 def _fits(item: Item, program: Program) -> bool:
     """Return whether an item has a microbatch, as the walker assumes, and belongs to training only in a training
     program. All other faults of a program make the walker fail."""
-    i = item.microbatch
+    index = item.microbatch
     if item.kind is Kind.OVERLAP_F_B:
         return False  # it has no parts
-    shaped = (item.stage is not None, i is not None) == SHAPES[item.kind] and 0 <= (item.slice or 0) < program.slices
-    there = i is None or 0 <= i < program.microbatches
-    return shaped and there and not (program.forward_only and item.kind in BACKWARD_KINDS)
+    valid = (item.stage is not None, index is not None) == SHAPES[item.kind] and 0 <= (item.slice or 0) < program.slices
+    in_range = index is None or 0 <= index < program.microbatches
+    return valid and in_range and not (program.forward_only and item.kind in BACKWARD_KINDS)

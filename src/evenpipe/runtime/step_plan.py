@@ -69,15 +69,15 @@ class StepPlan:
         one of both modes is "redistribute"."""
         layout = self.layout
         if vocabulary is not None and VocabularyMode.of(vocabulary) != layout.mode:
-            cut_anew = "redistribute" in (layout.mode, vocabulary) and len(layout.layers) <= self.description.layers
-            other = Recipe(
+            recuts = "redistribute" in (layout.mode, vocabulary) and len(layout.layers) <= self.description.layers
+            recipe = Recipe(
                 parallelism=self.recipe.parallelism,
                 batch=self.recipe.batch,
                 schedule=without_vocabulary(layout.program.order),
                 vocabulary=vocabulary,
-                layers_per_stage=None if cut_anew else layout.layers_per_stage,
+                layers_per_stage=None if recuts else layout.layers_per_stage,
             )
-            layout = layout_of(other, self.costs, self.description)
+            layout = layout_of(recipe, self.costs, self.description)
         return time_order(layout.program.order, flop_costs(self.costs, layout))
 
 
@@ -106,13 +106,13 @@ def plan_step(
             return str(error)
         return None
 
-    recipe, why = with_slices(recipe, costs, torch_device.type, refusal_of_slices)
+    recipe, reason = with_slices(recipe, costs, torch_device.type, refusal_of_slices)
     layout = layout_of(recipe, costs, description)
     validate_program(layout.program)
-    plan = StepPlan(description, recipe, costs, layout, why or None, checkpointing)
+    plan = StepPlan(description, recipe, costs, layout, reason or None, checkpointing)
     if logs:
-        if why:
-            logger.info("slices: %s", why)
+        if reason:
+            logger.info("slices: %s", reason)
         for sentence in unused_options(recipe, moves=any(plan.moves_activations)):
             logger.warning(sentence)
     return plan

@@ -50,23 +50,23 @@ def cut_layers(
     if fault is not None:
         raise InputError(fault)
     assert cut is not None
-    said = _overlap(exchange, groups, recipe)
+    overlap = _overlap(exchange, groups, recipe)
     if is_first:
         report_whole(cut)
-        logger.info("transfers of tensor parallelism beside products: %s", said)
-    return (cut, exchange), said
+        logger.info("transfers of tensor parallelism beside products: %s", overlap)
+    return (cut, exchange), overlap
 
 
 def _overlap(exchange: TensorRanks, groups: Groups, recipe: Recipe) -> str:
     """Let transfers run beside products, as the recipe asks and the machine can; return what does so."""
-    wanted = recipe.parallelism.tensor_overlap
-    if wanted == "none":
+    requested = recipe.parallelism.tensor_overlap
+    if requested == "none":
         return "none, as asked for"
-    if wanted == "auto":
+    if requested == "auto":
         return "none, because neither 'ring' nor 'fused' has been measured on GPUs"
     if recipe.compile_layers:  # a transfer would end the compiled region
         return "none, because layers are compiled"
-    if wanted == "ring":
+    if requested == "ring":
         exchange.overlap = Ring(exchange)
         return "ring; its gain on GPUs has not been measured"
     obstacle = obstacle_to_fused(exchange, groups.torch_device)
@@ -77,7 +77,7 @@ def _overlap(exchange: TensorRanks, groups: Groups, recipe: Recipe) -> str:
     return "torch's fused operations on symmetric memory; they have not been run on a GPU yet"
 
 
-def alone(description: Description, tensor: tuple[ModelCut, TensorRanks] | None) -> set[str]:
+def names_on_first_rank(description: Description, tensor: tuple[ModelCut, TensorRanks] | None) -> set[str]:
     """Return the names of parameters that only the first tensor rank of a device holds. tensor: as `cut_layers` has
     returned it."""
     if tensor is None:
@@ -91,8 +91,8 @@ def places_of(grid: Grid) -> dict[int, str]:
         return {}
     named = {"dp": "replica", "pp": "device", "cp": "context rank", "tp": "tensor rank"}
     shown = [axis for axis in AXES if axis == "pp" or grid.size(axis) > 1]
-    found: dict[int, str] = {}
-    for place in itertools.product(*(range(grid.size(axis)) for axis in AXES)):
-        at = dict(zip(AXES, place, strict=True))
-        found[grid.at(**at)] = ", ".join(f"{named[axis]} {at[axis]}" for axis in shown)
-    return found
+    names: dict[int, str] = {}
+    for coordinates in itertools.product(*(range(grid.size(axis)) for axis in AXES)):
+        by_axis = dict(zip(AXES, coordinates, strict=True))
+        names[grid.at(**by_axis)] = ", ".join(f"{named[axis]} {by_axis[axis]}" for axis in shown)
+    return names

@@ -43,14 +43,14 @@ def gather_trace(
     members: global ranks, device by device.
     costs, about: as in `Trace`; those of the first process count.
     """
-    own = _times(record)
+    local_times = _times(record)
     if communicator is None:
-        gathered = [own]
+        gathered = [local_times]
     else:
-        text = json.dumps(own).encode("ascii")
+        text = json.dumps(local_times).encode("ascii")
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch_device)
         sizes = gather_numbers(communicator, [len(text)], "sizes of traces", "a trace", torch_device)
-        counts = [size if other in members else 0 for other, (size,) in zip(communicator.members, sizes, strict=True)]
+        counts = [size if member in members else 0 for member, (size,) in zip(communicator.members, sizes, strict=True)]
         root = members[0]
         rows = data
         if communicator.rank == root:
@@ -63,11 +63,11 @@ def gather_trace(
         gathered = [json.loads(parts[member].numpy().tobytes()) for member in members]
     begin = min(times["start"] for times in gathered)
     ranks = len(gathered) // program.placement.devices
-    first, *others = (
+    first, *other_ranks = (
         tuple(_device(times, program, device, begin) for device, times in enumerate(gathered[rank::ranks]))
         for rank in range(ranks)
     )
-    return Trace(program, first, costs, {**(about or {}), **machine(torch_device)}, tuple(others))
+    return Trace(program, first, costs, {**(about or {}), **machine(torch_device)}, tuple(other_ranks))
 
 
 def machine(torch_device: torch.device) -> dict[str, Any]:
@@ -137,14 +137,14 @@ def _device(times: Times, program: Program, device: int, begin: float) -> Device
             for item, (start, end, processor) in zip(passes, times["passes"], strict=True)
         ),
         tuple(
-            WaitTime(items[what], items[user] if user else None, start - begin, end - begin)
-            for what, user, start, end in times["waits"]
+            WaitTime(items[text], items[user] if user else None, start - begin, end - begin)
+            for text, user, start, end in times["waits"]
         ),
         tuple(
-            TransferTime(items[what], issued - begin, returned - begin, None if found is None else found - begin)
-            for what, issued, returned, found in times["transfers"]
+            TransferTime(items[text], issued - begin, returned - begin, None if arrived is None else arrived - begin)
+            for text, issued, returned, arrived in times["transfers"]
         ),
         Clock(*times["clock"]),
-        tuple(CopyTime(items[what], start - begin, end - begin) for what, start, end in times["copies"]),
+        tuple(CopyTime(items[text], start - begin, end - begin) for text, start, end in times["copies"]),
         None if times["allocations"] is None else Allocations(*times["allocations"]),
     )

@@ -34,7 +34,7 @@ class Trained:
         vocabulary: Sequence[str],
         tensor_ranks: int = 1,
         context_ranks: int = 1,
-        alone: Collection[str] = (),
+        on_first_rank: Collection[str] = (),
         follow: Sequence[Callable[[], None]],
     ) -> None:
         """
@@ -44,12 +44,12 @@ class Trained:
             vocabulary: those of them that several devices may hold.
             tensor_ranks: of this device; `parameters` are in the same order on all of them.
             context_ranks: of this device, each with as many tensor ranks.
-            alone: names of parameters that only the first tensor rank holds.
+            on_first_rank: names of parameters that only the first tensor rank holds.
             follow: called at the first step, and if flags have changed since the last one.
         """
         self._parameters, self._names, self._vocabulary = parameters, names, vocabulary
         self._tensor_ranks, self._context_ranks = tensor_ranks, context_ranks
-        self._common = [number for number, name in enumerate(parameters) if name not in alone]
+        self._common = [number for number, name in enumerate(parameters) if name not in on_first_rank]
         self._follow = follow
         self._followed: list[int] | None = None
         self.flags: list[int] = []
@@ -73,9 +73,9 @@ class Trained:
             self.fingerprint = _fingerprint(flags)
             self._common_fingerprint = _fingerprint([flags[number] for number in self._common])
             self._of_vocabulary = self._of(self._vocabulary)
-            places = {name: place for place, name in enumerate(self._names)}
+            order = {name: position for position, name in enumerate(self._names)}
             hooked = [name for name, flag in zip(self._parameters, flags, strict=True) if flag > TRAINED]
-            self.hooked = {name: self._parameters[name] for name in sorted(hooked, key=places.__getitem__)}
+            self.hooked = {name: self._parameters[name] for name in sorted(hooked, key=order.__getitem__)}
 
     def for_all(self) -> list[int]:
         """Return the numbers that processes compare: the fingerprints; then for each vocabulary matrix 0 if it is not
@@ -85,12 +85,15 @@ class Trained:
     def agree(self, processes: Sequence[Sequence[int]], replicas: int) -> bool:
         """Return whether all processes agree, by their numbers: replica by replica, those of a device one after the
         other, context rank by context rank."""
-        each = len(processes) // replicas
-        one = processes[:each]
-        if any(processes[start : start + each] != one for start in range(each, len(processes), each)):
+        per_replica = len(processes) // replicas
+        first_replica = processes[:per_replica]
+        if any(
+            processes[start : start + per_replica] != first_replica
+            for start in range(per_replica, len(processes), per_replica)
+        ):
             return False
-        fingerprints, common, *matrices = zip(*one, strict=True)
-        for axis, _, mates in self._mates(each):
+        fingerprints, common, *matrices = zip(*first_replica, strict=True)
+        for axis, _, mates in self._mates(per_replica):
             if len({*(common if axis == TENSOR else fingerprints)[mates]}) > 1:
                 return False
         return all(len({*held} - {0}) <= 1 for held in matrices)
@@ -98,14 +101,14 @@ class Trained:
     def _mates(self, processes: int) -> Iterator[tuple[str, int, slice]]:
         """Yield processes of the pipeline that hold the same parameters, but for those that one of them holds alone:
         along which axis they differ, their device, and where they are among all."""
-        tensor, of_device = self._tensor_ranks, self._tensor_ranks * self._context_ranks
-        for device, first in enumerate(range(0, processes, of_device)):
+        tensor, per_device = self._tensor_ranks, self._tensor_ranks * self._context_ranks
+        for device, first in enumerate(range(0, processes, per_device)):
             if tensor > 1:
-                for start in range(first, first + of_device, tensor):
+                for start in range(first, first + per_device, tensor):
                     yield TENSOR, device, slice(start, start + tensor)
             if self._context_ranks > 1:
                 for start in range(first, first + tensor):
-                    yield CONTEXT, device, slice(start, first + of_device, tensor)
+                    yield CONTEXT, device, slice(start, first + per_device, tensor)
 
     def by_name(self) -> list[int]:
         """Return, for each parameter of the model, 0 if it is not held here, else 1 more than its flag."""
@@ -118,34 +121,36 @@ class Trained:
     def disagreement(self, processes: Sequence[Sequence[int]], replicas: int) -> InputError:
         """Return the error for the first parameter that replicas disagree about, or else processes of one replica, from
         what `by_name` returned on each of them, in the order of `agree`. It is the same on every process."""
-        each = len(processes) // replicas
-        for position in range(each):
-            for name, flags in zip(self._names, zip(*processes[position::each], strict=True), strict=True):
+        per_replica = len(processes) // replicas
+        for position in range(per_replica):
+            for name, flags in zip(self._names, zip(*processes[position::per_replica], strict=True), strict=True):
                 if len({*flags}) > 1:
                     return self._error(name, "some replicas", "others", hooks=1 + FROZEN not in flags)
-        by_name = zip(self._names, zip(*processes[:each], strict=True), strict=True)
+        by_name = zip(self._names, zip(*processes[:per_replica], strict=True), strict=True)
         name, flags = next((name, flags) for name, flags in by_name if len({*flags} - {0}) > 1)
         hooks = 1 + FROZEN not in flags
         if not hooks:
             flags = tuple(min(flag, 1 + TRAINED) for flag in flags)
-        for axis, device, mates in self._mates(each):
+        for axis, device, mates in self._mates(per_replica):
             held = {rank: flag for rank, flag in enumerate(flags[mates]) if flag}
             if len({*held.values()}) > 1:
-                some = [str(rank) for rank, flag in held.items() if flag == max(held.values())]
-                others = [str(rank) for rank in held if str(rank) not in some]
-                return self._error(name, _ranks(axis, some), f"{_ranks(axis, others)} of device {device}", hooks=hooks)
+                some_ranks = [str(rank) for rank, flag in held.items() if flag == max(held.values())]
+                other_ranks = [str(rank) for rank in held if str(rank) not in some_ranks]
+                return self._error(
+                    name, _ranks(axis, some_ranks), f"{_ranks(axis, other_ranks)} of device {device}", hooks=hooks
+                )
         return self._error(name, "some devices", "others", hooks=hooks)
 
     @staticmethod
-    def _error(name: str, some: str, others: str, *, hooks: bool) -> InputError:
-        """some: who trains the parameter, or has more hooks."""
+    def _error(name: str, group: str, peers: str, *, hooks: bool) -> InputError:
+        """group: who trains the parameter, or has more hooks."""
         if hooks:
             return InputError(
-                f"{name}: {some} and {others} have different gradient hooks, expected the same on every process that"
+                f"{name}: {group} and {peers} have different gradient hooks, expected the same on every process that"
                 " holds the parameter or rows of it"
             )
         return InputError(
-            f"{name}: requires_grad is True on {some} and False on {others}, expected the same on every process that"
+            f"{name}: requires_grad is True on {group} and False on {peers}, expected the same on every process that"
             " holds the parameter"
         )
 
@@ -153,14 +158,14 @@ class Trained:
         """Use these flags in the step, after all agree."""
         if self.flags != self._followed:
             self._followed = self.flags
-            for one in self._follow:
-                one()
+            for callback in self._follow:
+                callback()
 
 
 def _hooked(parameter: nn.Parameter) -> int:
     """Return the flag of a trained parameter with hooks."""
-    before, after = parameter._backward_hooks or (), parameter._post_accumulate_grad_hooks or ()
-    return TRAINED + 2 * len(before) + (len(after) << 32)
+    gradient_hooks, accumulate_hooks = parameter._backward_hooks or (), parameter._post_accumulate_grad_hooks or ()
+    return TRAINED + 2 * len(gradient_hooks) + (len(accumulate_hooks) << 32)
 
 
 def _ranks(axis: str, numbers: Sequence[str]) -> str:

@@ -42,7 +42,7 @@ class Values:
         """Processor seconds inside passes since `clear`."""
         self.taken = self.made = 0
         """Values that the current pass has taken out, and stored."""
-        self._here: dict[Key, tuple[Tensor, ...]] = {}
+        self._stored: dict[Key, tuple[Tensor, ...]] = {}
         self._arriving: dict[Key, tuple[tuple[Tensor, ...], tuple[Handle, ...]]] = {}
         self._sent: dict[Transfer, list[Handle]] = {}
         self._pass = ""
@@ -77,18 +77,18 @@ class Values:
 
     def put(self, key: Key, *tensors: Tensor) -> None:
         """Store a value made on this device, for a pass here or for a transfer."""
-        assert key not in self._here and key not in self._arriving, f"{key} exists already"
-        self._here[key] = tensors
+        assert key not in self._stored and key not in self._arriving, f"{key} exists already"
+        self._stored[key] = tensors
         self.made += 1
 
     def give(self, key: Key) -> tuple[Tensor, ...]:
         """Return a value made on this device, for a transfer."""
-        return self._here.pop(key)
+        return self._stored.pop(key)
 
     def take(self, key: Key) -> tuple[Tensor, ...]:
         """Return a value made here or received, for a pass; wait until it is there."""
         self.taken += 1
-        value = self._here.pop(key, None)
+        value = self._stored.pop(key, None)
         if value is not None:
             return value
         tensors, handles = self._arriving.pop(key)
@@ -98,7 +98,7 @@ class Values:
 
     def arriving(self, key: Key, tensors: tuple[Tensor, ...], *handles: Handle) -> None:
         """Register a pending transfer, whose result a pass will use."""
-        assert key not in self._here and key not in self._arriving, f"{key} exists already"
+        assert key not in self._stored and key not in self._arriving, f"{key} exists already"
         self._arriving[key] = (tensors, handles)
 
     # --- sent values ---------------------------------------------------------------------------------------------
@@ -111,23 +111,25 @@ class Values:
             messages.append(handle)
             return
         self._sent[item] = [handle]
-        alike = [other for other in self._sent if other.kind is item.kind and other.members == item.members]
-        if len(alike) > SENDS_IN_FLIGHT:
-            self.arrived(alike[0])
+        same_kind = [
+            transfer for transfer in self._sent if transfer.kind is item.kind and transfer.members == item.members
+        ]
+        if len(same_kind) > SENDS_IN_FLIGHT:
+            self.arrived(same_kind[0])
 
     def arrived(self, item: Transfer) -> None:
         """Release a sent transfer, and wait for it if needed."""
         for handle in self._sent.pop(item, ()):
             self._wait(handle, "")
 
-    def wait_for_copy(self, what: str, wait: Callable[[], None]) -> None:
+    def wait_for_copy(self, text: str, wait: Callable[[], None]) -> None:
         """Wait for a copy that the current pass needs; `what` is the pass that requested it."""
         if self.recording is None:
             wait()
             return
         started = self.recording.stamp()
         wait()
-        self.recording.waits.append((what, self._pass, started, self.recording.stamp()))
+        self.recording.waits.append((text, self._pass, started, self.recording.stamp()))
 
     def _wait(self, handle: Handle, needed_by: str) -> None:
         if self.recording is None:
@@ -147,11 +149,11 @@ class Values:
     @property
     def left(self) -> tuple[Key, ...]:
         """Return the values that were not taken."""
-        return (*self._here, *self._arriving)
+        return (*self._stored, *self._arriving)
 
     def clear(self) -> None:
         """Forget the remains of a failed step."""
-        self._here.clear()
+        self._stored.clear()
         self._arriving.clear()
         self._sent.clear()
         self.busy = 0.0

@@ -46,19 +46,19 @@ class EmbeddingShard:
         self,
         matrix: Matrix,
         shards: Sequence[Shard],
-        part: int,
+        index: int,
         padding_index: int | None,
         exchange: Exchange | None = None,
     ) -> None:
         """
         Args:
             shards: device by device, and in each by tensor rank.
-            part: this process's shard.
+            index: of this process's shard.
             exchange: of the tensor ranks of the device; None for one.
         """
         self._matrix = matrix
         self._shards = shards
-        self.part = part
+        self.index = index
         self._padding_index = padding_index
         self._exchange = exchange
         ranks, rank = (1, 0) if exchange is None else (exchange.size, exchange.rank)
@@ -67,7 +67,7 @@ class EmbeddingShard:
         self._routes: dict[int, Routes] = {}
 
     def begin(self, batch: Batch) -> None:
-        self._token_ids = [part.token_ids for part in batch.microbatches]
+        self._token_ids = [microbatch.token_ids for microbatch in batch.microbatches]
 
     def end(self) -> None:
         """Release the step's routes."""
@@ -85,11 +85,11 @@ class EmbeddingShard:
         """Return the number of rows of each device's shard in this column: the size of every message, known on all
         devices."""
         counts = self._routes_of(microbatch).counts
-        return tuple(counts[part] for part in self._column)
+        return tuple(counts[shard] for shard in self._column)
 
     def rows(self, microbatch: int) -> Tensor:
         """E: return [own count, hidden_size]."""
-        return gather_rows(self._matrix.weight, self._routes_of(microbatch), self.part)
+        return gather_rows(self._matrix.weight, self._routes_of(microbatch), self.index)
 
     def place(self, rows: Tensor, microbatch: int) -> Tensor:
         """At the first stage: put rows of this column's shards, one shard after the other, in the tokens' places.
@@ -111,7 +111,7 @@ class EmbeddingShard:
     def add_gradient(self, rows_gradient: Tensor, microbatch: int) -> None:
         """G: add [own count, hidden_size] to the gradient of the rows here."""
         if self._matrix.trainable:
-            add_row_gradients(self._matrix.gradient(), rows_gradient, self._routes_of(microbatch), self.part)
+            add_row_gradients(self._matrix.gradient(), rows_gradient, self._routes_of(microbatch), self.index)
 
 
 class OutputShard:
@@ -219,19 +219,19 @@ class OutputShard:
 
     def hidden_gradient(self, index: int) -> Tensor:
         """C with one barrier: return this device's part of the gradient of the hidden states: as they came to S."""
-        part = hidden_gradient(self._states[index], self._combined[index], self._matrix.weight)
-        return part if self._exchange is None else self._exchange.scatter(part)
+        partial = hidden_gradient(self._states[index], self._combined[index], self._matrix.weight)
+        return partial if self._exchange is None else self._exchange.scatter(partial)
 
     def backward(self, index: int) -> Tensor | None:
         """T: add to the gradients of the rows; with two barriers also return what `hidden_gradient` does."""
-        part = backward_shard(
+        partial = backward_shard(
             self._states.pop(index),
             self._combined.pop(index),
             self._matrix.weight,
             self._matrix.gradient() if self._matrix.trainable else None,
             self._bias.gradient() if self._bias is not None and self._bias.trainable else None,
         )
-        return part if part is None or self._exchange is None else self._exchange.scatter(part)
+        return partial if partial is None or self._exchange is None else self._exchange.scatter(partial)
 
 
 def _sum_in_order(by_microbatch: dict[int, Tensor]) -> Tensor | None:

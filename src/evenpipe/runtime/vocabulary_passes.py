@@ -49,7 +49,7 @@ class VocabularyPasses:
         self._row = row
         self._gradients = row.gradients
         self._combining = row.program.vocabulary.combining
-        self._alone = row.program.placement.devices == 1
+        self._is_single_device = row.program.placement.devices == 1
         self._microbatches = batch.microbatches
 
     def end(self) -> None:
@@ -77,8 +77,8 @@ class VocabularyPasses:
         communicator = self._transport.communicator(item)
         (rows,) = self._values.give(key)
         if self._device == item.root:
-            own, rows = rows, self._transport.rows(sum(counts))
-            rows[communicator.own_rows(counts)] = own
+            local_rows, rows = rows, self._transport.rows(sum(counts))
+            rows[communicator.own_rows(counts)] = local_rows
             handle = communicator.gather_rows(rows, counts, self._transport.root(item), str(item))
             self._values.arriving(key, (rows,), handle)
         else:
@@ -132,15 +132,15 @@ class VocabularyPasses:
 
     def _gather_statistics(self, item: Transfer) -> None:
         key = (TransferKind.STATISTICS, self._row.unit(item))
-        (own,) = self._values.give(key)
-        table = own.new_empty((len(item.members), *own.shape))
-        self._values.arriving(key, (table,), self._transport.communicator(item).all_gather(own, str(item), table))
+        (local,) = self._values.give(key)
+        table = local.new_empty((len(item.members), *local.shape))
+        self._values.arriving(key, (table,), self._transport.communicator(item).all_gather(local, str(item), table))
 
     def _open_barrier(self, unit: int, microbatch: Microbatch) -> None:
         """Wait for the statistics of all shards and finish the loss."""
         assert self._output is not None
         (table,) = self._values.take((TransferKind.STATISTICS, unit))
-        if self._alone:
+        if self._is_single_device:
             table = table.unsqueeze(0)
         self._values.ready()
         self._output.combine(table, microbatch, unit, gradients=self._gradients)
@@ -159,16 +159,16 @@ class VocabularyPasses:
             self._open_barrier(unit, microbatch)
         else:
             self._values.ready()
-        part = self._output.backward(unit)
-        if part is not None:
-            self._values.put((TransferKind.DX, unit), part)
+        gradient = self._output.backward(unit)
+        if gradient is not None:
+            self._values.put((TransferKind.DX, unit), gradient)
 
     def _reduce_gradient(self, item: Transfer) -> None:
         """Add the parts of all shards on the last stage's device. The part is scratch: reduce may destroy it."""
         key = (TransferKind.DX, self._row.unit(item))
-        (part,) = self._values.give(key)
-        handle = self._transport.communicator(item).reduce(part, self._transport.root(item), str(item))
+        (gradient,) = self._values.give(key)
+        handle = self._transport.communicator(item).reduce(gradient, self._transport.root(item), str(item))
         if self._device == item.root:
-            self._values.arriving(key, (part,), handle)
+            self._values.arriving(key, (gradient,), handle)
         else:
             self._values.sent(item, handle)

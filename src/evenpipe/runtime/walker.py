@@ -86,9 +86,9 @@ class _Ends:
     @classmethod
     def of(cls, stage: HasEdges) -> _Ends:
         received = stage.incoming.tensors
-        places = [place for place, form in enumerate(received) if form.has_gradient]
+        positions = [position for position, form in enumerate(received) if form.has_gradient]
         returned = [bool(form.has_gradient) for form in stage.outgoing.tensors]
-        return cls(len(received), places, stage.incoming.gradients, returned)
+        return cls(len(received), positions, stage.incoming.gradients, returned)
 
 
 class Walker:
@@ -200,8 +200,8 @@ class Walker:
                         recording.transfers.append((item, issued, recording.stamp()))
                     continue
                 if step.awaits and self._replicas is not None:
-                    for part in step.awaits:
-                        self._replicas.ready(part)
+                    for gathered in step.awaits:
+                        self._replicas.ready(gathered)
                 values.begin(step.text)
                 self._running.text = step.text
                 step.run(item)
@@ -222,7 +222,11 @@ class Walker:
         moved = () if self._activations is None else self._activations.left
         unfinished = () if self._output is None else self._output.left
         routed = () if self._router_losses is None else self._router_losses.left
-        carried = [one.slice for one in batch.microbatches if one.carries and row.gradients and not one.carries.empty]
+        carried = [
+            microbatch.slice
+            for microbatch in batch.microbatches
+            if microbatch.carries and row.gradients and not microbatch.carries.empty
+        ]
         left = (*values.left, *self._forwarded, *moved, *unfinished, *routed, *carried)
         assert not left and not len(self._weight_gradients), f"values of the step are left over: {left}"
         self._end()
@@ -263,10 +267,10 @@ class Walker:
     # --- passes of stages ------------------------------------------------------------------------------------
 
     def _forward(self, item: Pass) -> None:
-        stage, unit = self._row.place(item)
+        stage, unit = self._row.stage_unit(item)
         inputs: list[Tensor] = []
         totals: list[Tensor] = []
-        for edge in self._row.before[stage]:
+        for edge in self._row.edges_in[stage]:
             inputs += self._values.take((edge, unit))
             if self._router_losses is not None:
                 totals.append(inputs.pop())
@@ -290,9 +294,9 @@ class Walker:
                 forwarded.inputs = self._saved(key, inputs)
         else:
             outputs = self._forward_with_graph(_Forwarded(), stage, unit, inputs)
-        along = () if self._router_losses is None else self._router_losses.after_forward(stage, unit)
-        for edge in self._row.after[stage]:
-            self._values.put((edge, unit), *(output.detach().contiguous() for output in outputs), *along)
+        router_totals = () if self._router_losses is None else self._router_losses.after_forward(stage, unit)
+        for edge in self._row.edges_out[stage]:
+            self._values.put((edge, unit), *(output.detach().contiguous() for output in outputs), *router_totals)
         if stage == self._row.last_stage:
             hidden = outputs[0].detach().reshape(-1, self._hidden_size)
             if self._vocabulary_passes:
@@ -313,20 +317,23 @@ class Walker:
         If layers change their inputs in place, they get copies. The first F of a stage shows whether they do.
         """
         copies = self._changes_input.get(stage, True)
-        entered = [tensor.clone() for tensor in inputs] if copies else inputs
-        versions = [tensor._version for tensor in entered]
+        stage_inputs = [tensor.clone() for tensor in inputs] if copies else inputs
+        versions = [tensor._version for tensor in stage_inputs]
         with torch.no_grad():
-            outputs = self._call(stage, unit, entered)
-        changed = versions != [tensor._version for tensor in entered]
+            outputs = self._call(stage, unit, stage_inputs)
+        changed = versions != [tensor._version for tensor in stage_inputs]
         if changed and not copies:
             raise InputError(
                 f"schedule: {self._running.text} changes its input in place, which R needs again, and the first F of"
                 f" stage {stage} did not; expected an order without R, or layers that always do or never do"
             )
         self._changes_input[stage] = changed or self._changes_input.get(stage, False)
-        if any(target in self._stages for _, target in self._row.after[stage]):  # it may change what it gets in place
-            kept = {tensor.untyped_storage()._cdata for tensor in inputs}
-            return tuple(one.clone() if one.untyped_storage()._cdata in kept else one for one in outputs)
+        # A local successor may change its input in place.
+        if any(target in self._stages for _, target in self._row.edges_out[stage]):
+            input_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+            return tuple(
+                output.clone() if output.untyped_storage()._cdata in input_storages else output for output in outputs
+            )
         return outputs
 
     def _forward_with_graph(
@@ -346,10 +353,12 @@ class Walker:
         self._running.repeats = key in self._row.recomputed
         graph = forwarded.graph = StageGraph(self._anchor)
         with saving:
-            places = ends.differentiable
+            positions = ends.differentiable
             if len(inputs) > ends.received:  # from several stages
-                places = [first + place for first in range(0, len(inputs), ends.received) for place in places]
-            outputs = self._call(stage, unit, graph.enter(inputs, places))
+                positions = [
+                    first + position for first in range(0, len(inputs), ends.received) for position in positions
+                ]
+            outputs = self._call(stage, unit, graph.enter(inputs, positions))
         self._checkpointing.off = False
         self._running.repeats = False
         self._weight_gradients.under_way = None
@@ -368,36 +377,36 @@ class Walker:
 
     def _recompute(self, item: Pass) -> None:
         """R: rebuild the graph that F did not keep, from the stage's inputs and with the same random numbers."""
-        stage, unit = self._row.place(item)
+        stage, unit = self._row.stage_unit(item)
         if (stage, unit) in self._row.offloaded:
-            self._come_back(item)
+            self._await_activations(item)
         self._values.ready()
         forwarded = self._forwarded[stage, unit]
         random_state, activations = forwarded.random_state, self._activations
         assert random_state is not None
-        inputs = [one if activations is None else activations.unpack(one) for one in forwarded.inputs]
+        inputs = [tensor if activations is None else activations.unpack(tensor) for tensor in forwarded.inputs]
         forwarded.random_state = None
         with random_state.restored():
             self._forward_with_graph(forwarded, stage, unit, inputs)
 
     def _backward(self, item: Pass, *, split: bool) -> None:
         """B, or I, which leaves the weight gradients of linear layers and of a whole output layer to W."""
-        stage, unit = self._row.place(item)
+        stage, unit = self._row.stage_unit(item)
         ends, microbatch = self._ends[stage], self._microbatches[unit]
         gradients: Sequence[Tensor] = ()
-        along: list[Tensor] = []
-        for edge in self._row.after[stage]:
+        router_gradients: list[Tensor] = []
+        for edge in self._row.edges_out[stage]:
             received: Sequence[Tensor] = self._values.take((edge[::-1], unit))
             if self._router_losses is not None:
                 *received, probabilities = received
-                along.append(probabilities)
+                router_gradients.append(probabilities)
             gradients = [*map(torch.add, gradients, received)] if gradients else received
         if stage == self._row.last_stage and self._vocabulary_passes:
             gradients = self._values.take((TransferKind.DX, unit))
         if self._router_losses is not None:
-            along = [self._router_losses.before_backward(unit, *along)]
+            router_gradients = [self._router_losses.before_backward(unit, *router_gradients)]
         if self._row.moves_graph((stage, unit)):
-            self._come_back(item)
+            self._await_activations(item)
         self._values.ready()
         if stage == self._row.last_stage:
             (hidden_gradient,) = gradients or (self._whole_output_gradient(unit, split),)
@@ -408,20 +417,20 @@ class Walker:
         if split:
             self._weight_gradients.begin((stage, unit))
         self._running.place = (stage, unit)
-        of_inputs = iter(graph.backward(gradients))
+        input_gradients = iter(graph.backward(gradients))
         self._weight_gradients.under_way = None
         if microbatch.carries is not None:
             microbatch.carries.end_backward(stage, microbatch.slice)
-        for edge in self._row.before[stage]:
+        for edge in self._row.edges_in[stage]:
             sent = []
             for form in ends.gradients:
-                gradient = next(of_inputs)
+                gradient = next(input_gradients)
                 if gradient is None:  # a stage before this one awaits one all the same
                     gradient = self._hops.buffer(form, unit, torch.zeros)
                 sent.append(gradient.contiguous())
-            self._values.put((edge[::-1], unit), *sent, *along)
+            self._values.put((edge[::-1], unit), *sent, *router_gradients)
         if stage == self._row.first_stage:
-            self._gradient_of_rows(next(of_inputs), unit)
+            self._gradient_of_rows(next(input_gradients), unit)
 
     def _whole_output_gradient(self, unit: int, split: bool) -> Tensor:
         """Run the backward of the whole output layer, as part of the last stage's B or I."""
@@ -445,7 +454,7 @@ class Walker:
             self._embedding.add_gradient(rows_gradient, unit)
 
     def _weight_gradient(self, item: Pass) -> None:
-        stage, unit = self._row.place(item)
+        stage, unit = self._row.stage_unit(item)
         self._values.ready()
         if stage == self._row.last_stage and not self._vocabulary_passes:
             assert self._output is not None
@@ -472,24 +481,24 @@ class Walker:
 
     def _offload(self, item: Pass) -> None:
         assert self._activations is not None
-        self._activations.offload(self._row.place(item), str(item))
+        self._activations.offload(self._row.stage_unit(item), str(item))
         self._values.ready()
 
     def _give_back(self, item: Pass) -> None:
-        activations, place = self._activations, self._row.place(item)
+        activations, key = self._activations, self._row.stage_unit(item)
         assert activations is not None
-        self._values.wait_for_copy(self._copy(Kind.O, item), lambda: activations.give_back(place))
+        self._values.wait_for_copy(self._copy(Kind.O, item), lambda: activations.give_back(key))
         self._values.ready()
 
     def _load(self, item: Pass) -> None:
         assert self._activations is not None
-        self._activations.load(self._row.place(item), str(item))
+        self._activations.load(self._row.stage_unit(item), str(item))
         self._values.ready()
 
-    def _come_back(self, item: Pass) -> None:
-        activations, place = self._activations, self._row.place(item)
+    def _await_activations(self, item: Pass) -> None:
+        activations, key = self._activations, self._row.stage_unit(item)
         assert activations is not None
-        self._values.wait_for_copy(self._copy(Kind.L, item), lambda: activations.ready(place))
+        self._values.wait_for_copy(self._copy(Kind.L, item), lambda: activations.ready(key))
 
     @staticmethod
     def _copy(kind: Kind, item: Pass) -> str:
@@ -499,8 +508,8 @@ class Walker:
     # --- others ----------------------------------------------------------------------------------------------
 
     def _joint(self, item: Pass) -> None:
-        for part in item.parts:
-            self._pass_handlers[part.kind](part)
+        for component in item.parts:
+            self._pass_handlers[component.kind](component)
 
     def _share(self, item: Pass) -> None:
         """Gather or free parameters, or sum gradients over replicas; without replicas there is nothing to do."""
