@@ -1,5 +1,5 @@
 """The grid of processes and the communication outside the program: which processes form a pipeline and which are
-replicas, sums of gradients over replicas, parameters in shards over them, and gradient clipping over all."""
+replicas, sums of gradients over replicas, parameters sharded over replicas, and global gradient clipping."""
 
 from evenpipe.parallel.clipping import clip_gradients, total_norm
 from evenpipe.parallel.fsdp import ShardedModule

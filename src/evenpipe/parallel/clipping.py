@@ -13,14 +13,14 @@ def total_norm(
 ) -> Tensor:
     """Return the Euclidean norm of all gradients of the model, equal on every process.
 
-    Each process passes the gradients that it counts: a matrix on two processes (tied weights without vocabulary
-    parallelism) only on one of them, a sharded matrix on all, each with its rows.
+    Each process passes the gradients that it counts: a matrix held twice (tied weights without vocabulary parallelism)
+    counts on only one process, a sharded matrix on all, each with its rows.
 
-    The squares are added in fp64, so that the norm hardly depends on how the parameters are spread over processes.
+    The squares are added in fp64, so that the norm hardly depends on how parameters are spread over processes.
 
     Args:
-        sum_over_devices: adds a scalar fp64 tensor over the pipeline axis: every process contributes and receives;
-            None for one device.
+        sum_over_devices: sums an fp64 scalar tensor over the pipeline axis; every process contributes and receives.
+            None for a single device.
 
     Returns:
         A scalar fp64 tensor on `torch_device`.
@@ -34,8 +34,8 @@ def total_norm(
 def clip_gradients(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale gradients in place so that their global norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_.
 
-    The factor is `max_norm / (norm + 1e-6)`, at most 1; nothing is read back to the host, and all plain gradients of a
-    dtype on a device are scaled together.
+    The factor is `max_norm / (norm + 1e-6)`, at most 1. Nothing is read back to the host, and all plain gradients of a
+    dtype and device are scaled together.
     """
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

@@ -13,16 +13,16 @@ from evenpipe.parallel.running import Ranks
 class ContextRanks(Ranks):
     """An `Exchange` of `attention.sight` between processes, each with a piece of every sequence.
 
-    Only the own keys and values are kept from the forward to the backward, which gathers again and sums the gradients:
-    right for every mask and every order of tokens. A step moves three times (ranks - 1) / ranks of all keys and values
-    per layer and microbatch: two gathers and a sum.
+    Only this rank's keys and values are kept from the forward to the backward, which gathers again and sums the
+    gradients. This is correct for every mask and every order of tokens. Per layer and microbatch, a step moves three
+    times (ranks - 1) / ranks of all keys and values: two gathers and a sum.
     """
 
     keeps_keys = True
 
     def keys(self, layer: int, key: Tensor, value: Tensor) -> Keys:
         """Return the keys and values of all ranks, rank after rank."""
-        # Tokens come first in what travels: a table of all ranks' tokens is all keys as they are, without another copy.
+        # Tokens are the first dimension of the messages, so that the gathered table is all keys without another copy.
         started = [
             self.communicator.all_gather(tensor.permute(2, 0, 1, 3).contiguous(), f"{label} of {self.running.text}")
             for tensor, label in ((key, "keys"), (value, "values"))
@@ -31,12 +31,12 @@ class ContextRanks(Ranks):
         return keys, values
 
     def again(self, layer: int, *key_and_value: Tensor) -> Keys:
-        """Return the same in the backward."""
+        """Gather the same keys and values again, in the backward."""
         key, value = key_and_value
         return self.keys(layer, key, value)
 
     def gradients(self, layer: int, key: Tensor, value: Tensor, dtype: torch.dtype) -> Keys:
-        """Return the sums over ranks of the gradients of the own keys and values. May destroy those given."""
+        """Return the gradients of this rank's keys and values, summed over ranks. May overwrite its arguments."""
         started = [self._start_sum(gradient.to(dtype), label) for gradient, label in ((key, "keys"), (value, "values"))]
         keys, values = (handle.wait(self.running.text).permute(1, 2, 0, 3) for handle in started)
         return keys, values
@@ -52,7 +52,7 @@ class HeadRanks(Ranks):
 
     @torch.no_grad()
     def exchange(self, tensor: Tensor, *, cut: int, join: int) -> Tensor:
-        """Return the rank's part along dimension `cut`, from all ranks one after the other along `join`."""
+        """Return this rank's part along dimension `cut` from all ranks, concatenated by rank along `join`."""
         parts = torch.stack(tensor.chunk(self.size, cut))
         received = torch.empty_like(parts)
         self.communicator.all_to_all(received, parts, f"heads of {self.running.text}").wait(self.running.text)

@@ -1,18 +1,19 @@
-"""Parameters in shards over replicas: torch's FSDP2 stores and gathers them, and we decide when gradients are summed.
+"""Parameters sharded over replicas: torch's FSDP2 stores and gathers them; we decide when gradients are summed.
 
-FSDP2 reduces gradients in a hook at the end of the backward through a module. With a split backward that is the end of
-I, before W has added the weight gradients, and with several microbatches in flight it is not the last backward anyway.
-So its hooks never run here: `fully_shard` is called on a holder that has the layers as children and whose forward is
-never called. We use only its public functions:
+FSDP2 reduces gradients in a hook at the end of a module's backward. With a split backward that is the end of I, before
+W has added the weight gradients, and with several microbatches in flight it is not the last backward anyway. So its
+hooks never run here: `fully_shard` is called on a holder that has the layers as children and whose forward is never
+called. We use only its public functions:
 
-    gather    holder.unshard()     all-gather in the dtype of the products; the layers' parameters are whole
+    gather    holder.unshard()     all-gather in the compute dtype; the layers' parameters are unsharded
     ready                          waits for it
-    F B I W                        as usual: gradients add up in the whole parameters, or beside them in masters' dtype
-    free      holder.reshard()     frees the whole parameters, not their gradients; they may be gathered again
+    F B I W                        as usual: gradients accumulate in the unsharded parameters, or beside them in the
+                                   masters' dtype
+    free      holder.reshard()     frees the unsharded parameters, not their gradients; they may be gathered again
     reduce                         reduce-scatter of the sums over microbatches
     finish                         waits for it, adds this process's rows to the gradients of the masters
 
-The masters, which optimizer and checkpoints use, are plain tensors that share the memory that FSDP2 gathers from: this
+The masters, which optimizer and checkpoints use, are plain tensors on the memory that FSDP2 gathers from: this
 process's rows of each parameter, split over the replicas as by `torch.chunk`.
 """
 
@@ -36,16 +37,16 @@ from evenpipe.parallel.gradients import AddTo, Bucket
 from evenpipe.parallel.grid import COPIES, EXPERT_COPIES
 
 BUCKET_ELEMENTS = 1 << 24
-"""Approximate number of elements that are reduced together: bounds the memory of the buffers, which is twice that of
-one bucket."""
+"""Approximate number of elements that are reduced together. This bounds the memory of the buffers, which is twice that
+of one bucket."""
 
 
 @dataclass(slots=True, eq=False)
 class _Sum:
-    """A gradient over microbatches, whole."""
+    """The unsharded sum of a gradient over microbatches."""
 
     dtype: torch.dtype
-    """The master's."""
+    """The dtype of the master."""
     grad: Tensor | None = None
 
 
@@ -58,34 +59,34 @@ class _Sharded:
     """This process's rows."""
     placement: TensorPlacement
     chunk: int
-    """Rows of every replica except the last ones, or entries of another dimension."""
+    """Number of rows (or entries of another dimension) of every replica except the last ones."""
     shard: nn.Parameter
-    """FSDP2's shard between steps; `unsharded` requires gradients as it does."""
+    """FSDP2's shard between steps; `unsharded` has the same `requires_grad`."""
     summed: _Sum
-    """Of gradients, if `unsharded` has another dtype than the master."""
+    """The sum of gradients, if `unsharded` has another dtype than the master."""
     unsharded: nn.Parameter | None = None
     """The parameter of the layers between gather and reduce; the same object in every step."""
 
     @property
     def dimension(self) -> int:
-        """That is cut."""
+        """The dimension that is cut."""
         return self.placement.cuts[0].dimension
 
     @property
     def size(self) -> int:
-        """Elements of a replica's part with its padding, all equal."""
+        """Number of elements of a replica's part with its padding; equal on all replicas."""
         shape = self.placement.shape
         return self.chunk * math.prod(shape[: self.dimension] + shape[self.dimension + 1 :])
 
     def take_gradient(self) -> Tensor | None:
-        """Return the whole gradient of the step so far, and forget it."""
+        """Return the unsharded gradient of the step so far, and release it."""
         gradient, self.summed.grad = self.summed.grad, None
         if gradient is None and self.unsharded is not None:
             gradient, self.unsharded.grad = self.unsharded.grad, None
         return gradient
 
     def moves(self, rows: Tensor) -> Sequence[tuple[Tensor, Tensor]] | None:
-        """As of a `Summand`; the whole gradient is forgotten."""
+        """As in `Summand`; the unsharded gradient is released."""
         gradient = self.take_gradient()
         if gradient is None:
             return None
@@ -93,7 +94,7 @@ class _Sharded:
         return [(row[: chunk.numel()].view(chunk.shape), chunk) for row, chunk in zip(rows, chunks, strict=False)]
 
     def take(self, summed: Tensor) -> None:
-        """Add the sums of this process's rows to the gradient of the master."""
+        """Add the summed rows of this process to the gradient of the master."""
         local_rows = summed[: self.master.numel()].view(self.master.shape)
         if self.master.grad is None:
             self.master.grad = local_rows
@@ -103,7 +104,7 @@ class _Sharded:
 
 @dataclass(slots=True)
 class _Holder:
-    """One all-gather."""
+    """The parameters of one all-gather."""
 
     module: FSDPModule
     gather: _AllGather
@@ -117,19 +118,19 @@ class _Holder:
 
 
 class ShardedModule:
-    """A module whose parameters are in shards over replicas.
+    """A module whose parameters are sharded over replicas.
 
     Args:
-        module: its parameters are on the meta device, of the shapes that all replicas hold together. Then it has shards
-            on `torch_device` that contain NaN, for the caller to fill.
-        units: children (at any depth) that are gathered one by one, to bound the memory of the gathering; parameters
+        module: its parameters are on the meta device, with unsharded shapes. They are replaced by shards on
+            `torch_device` that contain NaN, for the caller to fill.
+        units: children (at any depth) that are gathered separately, to bound the memory of the gathering; parameters
             outside of them are gathered together.
-        shards: over the replicas, in the order of their ranks: every process gives and receives shards.
-        compute_dtype: of the whole parameters.
-        label: for messages.
-        names: of the parameters that are sharded; the others stay as they are. None: all are.
-        kept: names of parameters that stay in the dtype of their masters; they are gathered on their own.
-        inner: cut dimension 1 where its length can be divided, instead of rows: there are few experts.
+        shards: over the replicas, in the order of their ranks: every process sends and receives shards.
+        compute_dtype: of the unsharded parameters.
+        label: names the module in messages.
+        names: of the parameters to shard; others stay as they are. None for all of them.
+        kept: names of parameters that stay in the dtype of their masters; they are gathered separately.
+        inner: cut dimension 1 where its length is divisible, instead of rows, because there are few experts.
     """
 
     def __init__(
@@ -178,13 +179,13 @@ class ShardedModule:
         return ((name, parameter) for name, parameter in self._module.named_parameters() if name in self._names)
 
     def _dimension(self, shape: Sequence[int]) -> int:
-        """Return the dimension that is cut; FSDP2 cuts only the first one unevenly."""
+        """Return the dimension to cut; FSDP2 can cut only the first one unevenly."""
         return int(self._inner and len(shape) > 1 and shape[1] % self._replicas == 0)
 
     def _hold(
         self, module: nn.Module, parameters: Collection[nn.Parameter], mesh: DeviceMesh, dtype: torch.dtype | None
     ) -> _Holder:
-        """dtype: of the whole parameters; None: that of their masters."""
+        """dtype: of the unsharded parameters; None for that of their masters."""
         holder = _NeverCalled(module)
         fully_shard(
             holder,
@@ -204,22 +205,22 @@ class ShardedModule:
         return ((parameter.name, Held(parameter.master, parameter.placement)) for parameter in self._parameters)
 
     def follow_flags(self) -> None:
-        """Make parameters trainable if their masters are trainable now. Between steps, on all replicas."""
+        """Make parameters trainable if their masters now are. Call it between steps, on all replicas."""
         for parameter in self._parameters:
             parameter.shard.requires_grad_(parameter.master.requires_grad)
 
     def begin(self) -> None:
-        """At the start of a step: forget what a failed one has left."""
+        """Start a step: discard what a failed one has left."""
         self._buckets.clear()
         self._release()
 
     def gather(self) -> None:
-        """Issue the all-gathers, in the same order on all replicas. Masters must not change until the step is over."""
+        """Issue the all-gathers, in the same order on all replicas. Masters must not change until the step ends."""
         for holder in self._holders:
             holder.unsharding = holder.module.unshard(async_op=True)
 
     def ready(self) -> None:
-        """Wait for them: from here on the module has whole parameters. A second call does nothing."""
+        """Wait for the all-gathers, after which the parameters are unsharded. A second call does nothing."""
         for holder in self._holders:
             holder.wait()
         if self._parameters and self._parameters[0].unsharded is None:
@@ -230,7 +231,7 @@ class ShardedModule:
                     unsharded.requires_grad_(parameter.master.requires_grad)
 
     def gradient(self, name: str) -> Tensor:
-        """Return the buffer that gradients of a parameter are added to, whole, in the master's dtype, initially 0."""
+        """Return the unsharded buffer that a parameter's gradients are added to, in the master's dtype, initially 0."""
         (parameter,) = (candidate for candidate in self._parameters if candidate.name == name)
         if parameter.summed.grad is None:
             parameter.summed.grad = torch.zeros(
@@ -240,7 +241,7 @@ class ShardedModule:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """After the last gradient of the step: issue the sums over replicas, in the same order on all of them."""
+        """Issue the sums over replicas after the last gradient of the step, in the same order on all of them."""
         trained = [parameter for parameter in self._parameters if parameter.master.requires_grad]
         bucket: list[_Sharded] = []
         elements = 0
@@ -253,20 +254,20 @@ class ShardedModule:
                 bucket, elements = [], 0
 
     def free(self) -> None:
-        """Free the whole parameters; gradients stay until `reduce`."""
+        """Free the unsharded parameters; gradients stay until `reduce`."""
         for holder in self._holders:
             holder.wait()
             holder.module.reshard()
 
     def _release(self) -> None:
-        """Free everything whole, also gradients that were not reduced."""
+        """Free everything unsharded, including gradients that were not reduced."""
         self.free()
         for parameter in self._parameters:
             parameter.take_gradient()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the sums and add them to the gradients of the masters; nothing stays whole."""
+        """Wait for the sums and add them to the gradients of the masters; nothing unsharded remains."""
         for bucket in self._buckets:
             bucket.finish()
         self._buckets.clear()
@@ -274,7 +275,7 @@ class ShardedModule:
 
 
 class _AllGather:
-    """FSDP2's all-gather, through our communicator: its waits are watched, and processes may share a GPU."""
+    """FSDP2's all-gather through our communicator, whose waits are watched and whose processes may share a GPU."""
 
     def __init__(self, shards: Communicator, label: str) -> None:
         self._shards = shards
@@ -299,7 +300,7 @@ class _AllGather:
 
 
 class _NeverCalled(nn.Module):
-    """Holds a module whose parameters FSDP2 manages, out of reach of its hooks."""
+    """Holds a module whose parameters FSDP2 manages, so that its hooks never run."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -307,7 +308,7 @@ class _NeverCalled(nn.Module):
 
 
 def _give_memory(module: nn.Module, name: str, parameter: nn.Parameter, torch_device: torch.device) -> None:
-    """Replace a shard on the meta device by one that contains NaN; FSDP2 adds its padding after loading."""
+    """Replace a shard on the meta device with one that contains NaN; FSDP2 adds its padding after loading."""
     assert isinstance(parameter, DTensor)
     local = parameter.to_local()
     empty = DTensor.from_local(
@@ -325,9 +326,9 @@ def _give_memory(module: nn.Module, name: str, parameter: nn.Parameter, torch_de
 def _units(
     module: nn.Module, units: Sequence[nn.Module], parameters: Collection[nn.Parameter]
 ) -> list[tuple[nn.Module, Collection[nn.Parameter]]]:
-    """Return the modules to gather, each with those of the parameters that are gathered with it.
+    """Return the modules to gather, each with the parameters that are gathered with it.
 
-    A parameter that two units share cannot be gathered with either of them: then all are gathered together.
+    A parameter that two units share cannot be gathered with either; then all parameters are gathered together.
     """
     all_parameters = set(parameters)
     held = [all_parameters.intersection(unit.parameters()) for unit in units]

@@ -1,4 +1,4 @@
-"""Whole tensors on the first process, streamed one after the other from the processes that hold them."""
+"""Whole tensors on the first process, streamed one at a time from the processes that hold their parts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def stream_whole(
     torch_device: torch.device,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor on the CPU) on the first process, nothing on the others; all of them must exhaust it.
+    """Yield (name, whole tensor on the CPU) on the first process, nothing on the others; all must exhaust the iterator.
 
-    Collective over the communicator: all processes first exchange which parts they hold; then, name after name, each
+    Collective over the communicator: all processes first exchange which parts they hold. Then, for each name, every
     holder sends its part to the first process, which holds one whole tensor at a time.
 
     Args:

@@ -1,16 +1,16 @@
 """Sums of gradients over processes that hold the same parameters, or different parts of them.
 
-    replicas, context ranks    a part's (a stage's, a vocabulary matrix's) as soon as its last gradient of the step is
-                               added, while other passes go on; all get the same sums
-    tensor ranks               once a step, of parameters that several of them hold
-    two devices                likewise, of tied weights of which both have a copy
+    replicas, context ranks    for a stage or a vocabulary matrix, as soon as its last gradient of the step is added,
+                               while other passes go on; all processes get the same sums
+    tensor ranks               once per step, for parameters that several ranks hold
+    two devices                once per step, for tied weights of which both have a copy
     shards over replicas       each process gets the sums of its own rows (`fsdp.py`)
 
-Token weights are normalised over all replicas beforehand, so gradients need sums, not means. A parameter that no
-process has a gradient for stays without one, as in one process.
+Token weights are normalised over all replicas beforehand, so gradients need sums, not means. A parameter for which no
+process has a gradient gets none, as in a single process.
 
-Gradients may accumulate over several steps. Those of earlier steps are sums already: of all copies the first one keeps
-them, the others start each step without, so that they enter the next sum once, without more memory.
+Gradients may accumulate over several steps. Those of earlier steps are already sums: the first copy keeps them and the
+others start each step without a gradient, so that they enter the next sum once, without additional memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from evenpipe.model.placement import Held
 from evenpipe.model.products import SUMMED
 
 IN_PLACE_ELEMENTS = 1 << 18
-"""Gradients of so many elements are summed in place; smaller ones of a part are copied into one bucket."""
+"""Gradients with at least this many elements are summed in place; smaller ones are copied into one bucket."""
 
 
 class Summand(Protocol):
@@ -35,24 +35,24 @@ class Summand(Protocol):
 
     @property
     def size(self) -> int:
-        """Elements of a row of the bucket."""
+        """Number of elements in each row of the bucket."""
         ...
 
     def moves(self, rows: Tensor) -> Sequence[tuple[Tensor, Tensor]] | None:
-        """Return the copies (to, from) that put the gradient into its part [rows, size] of a bucket of zeros; None if
+        """Return the copies (to, from) that write the gradient into its part [rows, size] of a zeroed bucket; None if
         this process has no gradient."""
         ...
 
     def take(self, summed: Tensor) -> None:
-        """Use the sum [size], part of the bucket."""
+        """Use the sum [size], a part of the bucket."""
         ...
 
 
 class Bucket:
-    """A sum in progress, of several gradients, one after the other in one tensor.
+    """A sum in progress, of several gradients that follow one another in one tensor.
 
-    Behind them stands for each of them how many processes have it. Only a process without one reads that number, so
-    that usually nobody waits for the device.
+    After them come counts: how many processes have each gradient. Only a process that lacks a gradient reads its count,
+    so usually no process waits for the device.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Bucket:
 
         Args:
             summands: the same on all processes of the communicator, in the same order.
-            like: has the dtype and the device.
-            label: for messages.
-            scatter: a bucket has a row for every process, which gets the sums of its own row; otherwise it has one row,
-                and all processes get all sums.
+            like: a tensor with the dtype and the device of the bucket.
+            label: names the sum in messages.
+            scatter: give the bucket a row for every process, which gets the sums of its own row; otherwise it has one
+                row, and all processes get all sums.
         """
         self._summands = summands
         self._sizes = [*(summand.size for summand in summands), len(summands)]
@@ -86,14 +86,14 @@ class Bucket:
         if pairs:
             torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
         moves.clear()
-        pairs.clear()  # gradients that were taken end here
+        pairs.clear()  # frees the gradients that were taken
         self._sums = rows.new_empty(rows.shape[1]) if scatter else rows[0]
         self._handle = (
             communicator.reduce_scatter(self._sums, rows, label) if scatter else communicator.all_reduce(rows[0], label)
         )
 
     def finish(self) -> None:
-        """Wait, and hand out the sums."""
+        """Wait, and give each summand its sum."""
         self._handle.wait("the optimizer")
         *sums, counts = self._sums.split(self._sizes)
         for index, (summand, summed) in enumerate(zip(self._summands, sums, strict=True)):
@@ -103,14 +103,14 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class _Gradient:
-    """That of a parameter of which processes hold copies, or several different parts."""
+    """The gradient of a parameter of which processes hold copies, or several different parts."""
 
     parameter: nn.Parameter
     index: int
-    """Which one this process has."""
+    """Index of the part that this process has."""
     parts: int
     in_place: Tensor | None
-    """It is summed in place, and its part of the bucket is empty."""
+    """The gradient to sum in place, in which case its part of the bucket is empty; None to sum it in the bucket."""
 
     @property
     def size(self) -> int:
@@ -138,11 +138,11 @@ class GradientReducer:
 
     Args:
         held: these parameters, in the same order on all processes of the communicator.
-        communicator: contributes to and receives every sum.
-        axes: along which its processes differ. Of a parameter that is cut along just these, they hold several parts,
-            which are summed in places of their own.
-        label: for messages.
-        in_place: elements of a gradient from which on it is summed in place, by a collective of its own.
+        communicator: its processes contribute to every sum and receive it.
+        axes: those along which its processes differ. If a parameter is cut along exactly these axes, the processes hold
+            several parts, which are summed separately.
+        label: names the sums in messages.
+        in_place: number of elements from which on a gradient is summed in place, by its own collective.
         set_aside: set gradients of earlier steps aside and add the sums to them afterwards, instead of leaving them
             with the first copy. This takes the memory of a second gradient.
     """
@@ -162,13 +162,13 @@ class GradientReducer:
         self._earlier: list[tuple[nn.Parameter, Tensor]] = []
         self._buckets: list[Bucket] = []
         self._handles: list[Handle] = []
-        """Of sums in place."""
+        """Handles of the sums in place."""
 
     def _trained(self) -> Iterator[Held[nn.Parameter]]:
         return (held for held in self._held if held.tensor.requires_grad)
 
     def begin(self) -> None:
-        """Prepare for the first backward of a step. Gradients of frozen parameters stay as they are."""
+        """Prepare for the first backward of a step. Gradients of frozen parameters are unchanged."""
         self._release()
         for held in self._trained():
             parameter = held.tensor
@@ -179,7 +179,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """After the last gradient of a step: issue the sums. In the same order on all processes."""
+        """Issue the sums after the last gradient of a step, in the same order on all processes."""
         by_dtype: dict[torch.dtype, list[_Gradient]] = {}
         for held in self._trained():
             by_dtype.setdefault(held.tensor.dtype, []).append(self._gradient(held))
@@ -197,7 +197,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for all sums, and put them in place."""
+        """Wait for all sums, and store them as gradients."""
         for handle in self._handles:
             handle.wait("the optimizer")
         for bucket in self._buckets:
@@ -213,24 +213,24 @@ class GradientReducer:
 
 
 class AddTo:
-    """A hook that adds a gradient, as soon as autograd has finished it, to another one, in the other's dtype.
+    """A hook that adds a gradient, as soon as autograd has finished it, to that of a target, in the target's dtype.
 
-    It knows nothing of the parameter that it is a hook of: torch keeps hooks where Python's garbage collector does not
-    see them, so a cycle would never be freed.
+    It has no reference to the parameter on which it is registered: torch keeps hooks where Python's garbage collector
+    does not see them, so a cycle would never be freed.
     """
 
     def __init__(self, target: Accumulated) -> None:
         self._target = target
 
     def register(self, parameter: Tensor) -> None:
-        """Become a hook of a parameter, and tell products that can add by themselves where to."""
+        """Register the hook on a parameter, and tell products that can add directly where to add."""
         parameter.register_post_accumulate_grad_hook(self)
         if self._target.dtype == torch.float32:
             setattr(parameter, SUMMED, self._target)
 
     def __call__(self, parameter: Tensor) -> None:
         gradient = parameter.grad
-        if gradient is None:  # a kernel has added to the other itself
+        if gradient is None:  # a kernel has already added to the target
             return
         if self._target.grad is None:
             self._target.grad = gradient.to(self._target.dtype)

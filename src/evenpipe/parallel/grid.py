@@ -4,17 +4,17 @@
     pp   devices of a pipeline
     cp   pieces of every sequence
     tp   parts of every matrix
-    ep   members of a block of neighbouring replicas that spread experts among them: replica = block * ep + member
-    edp  these blocks, in which a member has the same experts
+    ep   members of a block of neighbouring replicas that share out experts: replica = block * ep + member
+    edp  these blocks; members with the same number in each have the same experts
 
     axis "pp" --->        device 0   device 1   device 2
     axis "dp"  replica 0     0          2          4        each row is a pipeline; each column holds the same
        |       replica 1     1          3          5        parameters and sums their gradients
        v
 
-The more two processes exchange, the nearer they are to each other: without a mesh, ranks count tp first, then cp, ep,
-edp, pp. Hops come last because a step sends less over them than it sums over replicas; Megatron, torchtitan and our
-planner (`costs.collectives.Axes`) number processes so, too.
+Processes that exchange more are nearer to each other: without a mesh, ranks count tp first, then cp, ep, edp, pp. The
+pipeline comes last because a step sends less in hops than it sums over replicas. Megatron, torchtitan and our planner
+(`costs.collectives.Axes`) number processes in the same way.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from evenpipe.given import is_whole
 from evenpipe.words import refused
 
 AXES = ("dp", "pp", "cp", "tp")
-"""The order in which all processes are listed: replica by replica, in each by device, and so on."""
+"""The order in which all processes are listed: by replica, then by device, and so on."""
 _CUT = ("edp", "ep", "pp", "cp", "tp")
-"""The same with "dp" cut in two. No other axis has parts."""
+"""The same with "dp" split in two. No other axis has sub-axes."""
 _SUB_AXES = {axis: ("edp", "ep") if axis == "dp" else (axis,) for axis in (*AXES, "edp", "ep")}
 COPIES = ("dp", "cp")
-"""Processes that differ only along these hold the same parameters, or share them by rows."""
+"""Processes that differ only along these axes hold the same parameters, or shard them by rows."""
 EXPERT_COPIES = ("edp", "cp")
-"""The same for the experts that members share."""
+"""The same for experts that members share."""
 _FAR_TO_NEAR = ("pp", "edp", "ep", "cp", "tp")
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """All processes, by their coordinates. Make one with `from_sizes`, `from_mesh` or `process_grid`."""
+    """All processes by their coordinates. Create it with `from_sizes`, `from_mesh` or `process_grid`."""
 
     sizes: Mapping[str, int]
-    """Of edp, ep, pp, cp and tp."""
+    """Sizes of edp, ep, pp, cp and tp."""
     ranks: tuple[int, ...]
     """All processes in the order of `AXES`; the same on every process."""
     rank: int
-    """This process."""
+    """The rank of this process."""
     _coordinates: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class Grid:
 
     @classmethod
     def from_sizes(cls, rank: int, *, dp: int = 1, pp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1) -> Grid:
-        """Return the grid of processes 0, 1, 2, ..., neighbours along the axes that exchange most.
+        """Return the grid of processes 0, 1, 2, ..., where neighbours differ along the axes that exchange most.
 
         Raises:
             InputError: ep is not a divisor of dp.
@@ -78,14 +78,14 @@ class Grid:
 
     @classmethod
     def from_mesh(cls, rank: int, mesh: DeviceMesh, world_size: int, *, ep: int = 1) -> Grid:
-        """Return the grid of a mesh with an axis "pp" and any other ones of the grid, in any order.
+        """Return the grid of a mesh with an axis "pp" and any other axes of the grid, in any order.
 
         Args:
-            ep: members of a block of replicas, if the mesh has no axis "ep". If it has one, its "dp" are the blocks.
+            ep: members of a block of replicas, if the mesh has no axis "ep". If it has one, its "dp" counts blocks.
 
         Raises:
-            InputError: the mesh has no axis "pp", one of another name that is longer than 1, or other processes than
-                all; or ep is not a divisor of dp.
+            InputError: the mesh has no axis "pp", has an unknown axis longer than 1, or does not consist of all
+                processes; or ep is not a divisor of dp.
         """
         names = mesh.mesh_dim_names or ()
         if "pp" not in names:
@@ -116,7 +116,7 @@ class Grid:
 
     @property
     def feeds(self) -> bool:
-        """Whether this is the first process of its replica, which passes the data of every step."""
+        """Whether this is the first process of its replica, which provides the data of every step."""
         return not any(map(self.coordinate, ("pp", "cp", "tp")))
 
     @property
@@ -125,7 +125,7 @@ class Grid:
         return self.feeds and not self.coordinate("dp")
 
     def at(self, **coordinates: int) -> int:
-        """Return the process with these coordinates, and those of this process along all other axes."""
+        """Return the rank of the process with these coordinates, and with this process's along all other axes."""
         target = dict(self._coordinates)
         for axis, coordinate in coordinates.items():
             outer_axis, *inner_axes = _SUB_AXES[axis]
@@ -135,15 +135,15 @@ class Grid:
         return self.ranks[_flat_index(_CUT, target, self.sizes)]
 
     def group(self, *axes: str, **coordinates: int) -> tuple[int, ...]:
-        """Return the processes that differ from this one, or from that at `coordinates`, only along these axes; the
-        first axis changes last."""
+        """Return the processes that differ only along these axes from this one, or from the one at `coordinates`. The
+        first axis varies slowest."""
         ranges = (range(self.size(axis)) for axis in axes)
         return tuple(
             self.at(**coordinates, **dict(zip(axes, position, strict=True))) for position in itertools.product(*ranges)
         )
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """Return all groups over these axes, which share out all processes, in the same order on every process."""
+        """Return all groups over these axes, in the same order on every process. They partition the processes."""
         covered = {sub_axis for axis in axes for sub_axis in _SUB_AXES[axis]}
         other_axes = [sub_axis for sub_axis in _CUT if sub_axis not in covered]
         positions = itertools.product(*(range(self.sizes[sub_axis]) for sub_axis in other_axes))
@@ -159,20 +159,20 @@ def process_grid(
     tp: int | None = None,
     ep: int | None = None,
 ) -> Grid:
-    """Return the grid of all processes of torch.distributed; without it, that of one process.
+    """Return the grid of all processes of torch.distributed, or of a single process without it.
 
     Args:
-        mesh: with an axis "pp", and other ones, in any order. None: all processes, with neighbours in one device.
-        dp: pipelines side by side; None: as many as in the mesh, one without a mesh.
-        pp: devices of a pipeline; None: all processes that are left.
-        cp: processes that share every sequence; None: as of `dp`.
-        tp: processes that share every layer, likewise.
-        ep: neighbouring replicas that share the experts of every layer, a divisor of the replicas; None: as many as in
-            the mesh, if it has an axis "ep", else one.
+        mesh: with an axis "pp" and others, in any order. None: all processes, with neighbours in one device.
+        dp: number of replicas; None: that of the mesh, 1 without a mesh.
+        pp: devices of a pipeline; None: all remaining processes.
+        cp: processes that share every sequence; None: as for `dp`.
+        tp: processes that share every layer; None: as for `dp`.
+        ep: neighbouring replicas that share the experts of every layer, a divisor of the number of replicas; None: that
+            of the mesh, if it has an axis "ep", else 1.
 
     Raises:
-        InputError: the mesh has no axis "pp", an unknown axis longer than 1, other processes than all, or axes of other
-            lengths; or these numbers do not divide the processes.
+        InputError: the mesh has no axis "pp", has an unknown axis longer than 1, does not consist of all processes, or
+            has axes of other lengths; or these numbers do not divide the number of processes.
     """
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     sizes = {"dp": dp, "cp": cp, "tp": tp, "ep": ep, "pp": pp}
@@ -200,7 +200,7 @@ def process_grid(
 
 
 def _cut_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes with "dp" cut in blocks and members."""
+    """Return the sizes with "dp" split into blocks and members."""
     _check_members(sizes["ep"], sizes["dp"])
     return {**{axis: sizes[axis] for axis in _CUT[1:]}, "edp": sizes["dp"] // sizes["ep"]}
 
@@ -211,7 +211,7 @@ def _check_members(members: int, replicas: int) -> None:
 
 
 def _flat_index(axes: Sequence[str], coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    """Return the number of a place, counted along the last axis first."""
+    """Return the index of these coordinates, where the last axis varies fastest."""
     number = 0
     for axis in axes:
         number = number * sizes[axis] + coordinates[axis]

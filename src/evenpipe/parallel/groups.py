@@ -23,14 +23,14 @@ Item = TypeVar("Item")
 
 
 class Groups:
-    """Made on every process, collectively: the lines and groups of the grid that communicate, by the names of their
-    axes, and "everyone".
+    """The lines and groups of the grid that communicate, named after their axes, and "everyone". Created collectively,
+    on every process.
 
-    Programs run along a line "pp": one for each replica, piece of its sequences, and tensor rank. By default a process
-    has four communicators there (`schedule.SHARING`), one for each other axis, one of all processes, and one more where
-    rows are cut along several axes: of the vocabulary over devices and tensor ranks, of other parameters over replicas
-    and tensor ranks. Processes with the same parameters are in the order of their ranks, as FSDP2 numbers them, all
-    others in the order of the grid: replica by replica, in each by device, by piece, then by tensor rank.
+    Programs run along a line "pp": there is one for each replica, piece of its sequences, and tensor rank. By default a
+    process has four communicators on its line (`schedule.SHARING`), one for each other axis, one of all processes, and
+    one more where rows are cut along several axes: vocabulary rows over devices and tensor ranks, rows of other
+    parameters over replicas and tensor ranks. Processes with the same parameters are in the order of their ranks, as
+    FSDP2 numbers them; all others are in the order of the grid: by replica, by device, by piece, then by tensor rank.
     """
 
     def __init__(
@@ -48,40 +48,40 @@ class Groups:
     ) -> None:
         """
         Args:
-            program: devices by communicator of the program.
+            program: the devices of each communicator of the program.
             vocabulary: whether all devices share the rows of the vocabulary layers.
-            sharded: whether replicas share the rows of parameters.
-            tied: the two devices that both hold the matrix of a model with tied weights, if two do.
+            sharded: whether parameters are sharded by rows over replicas.
+            tied: the two devices that both hold the tied matrix, if there are two.
             nccl: as for `Communicators`.
         """
         self._grid = grid
         self.torch_device = torch_device
         self.running = Running()
-        """For exchanges inside passes."""
+        """The current pass, for exchanges inside passes."""
         self._streaming: str | None = None
-        """The public method whose items are being taken."""
+        """The public method whose stream is being consumed."""
         self._over: dict[frozenset[str], Communicator] = {}
         self.communicators: Communicators | None = None
-        """All of them, including those of the programs; None for a single process."""
+        """All communicators, including those of the programs; None for a single process."""
         self.line: Communicator | None = None
-        """The devices of the pipeline: a communicator of its program, if there is one with all of them; None for one
+        """The devices of the pipeline: a communicator of the program, if one has all of them; None for a single
         device."""
         self.context: Communicator | None = None
-        """The processes of this device that share every sequence; None for one."""
+        """The processes of this device that share every sequence; None for a single one."""
         self.tensor: Communicator | None = None
-        """The tensor ranks of this device; None for one."""
+        """The tensor ranks of this device; None for a single one."""
         self.replicas: Communicator | None = None
-        """The processes with the same parameters, in all replicas and for all pieces of sequences; None for one."""
+        """The processes with the same parameters, over replicas and pieces of sequences; None for a single one."""
         self.experts: Communicator | None = None
-        """The members of this process's expert group; None for one."""
+        """The members of this process's expert group; None for a single one."""
         self.expert_replicas: Communicator | None = None
-        """Those of `replicas` that hold the same experts, if members share them; None for one."""
+        """The processes of `replicas` that hold the same experts, if members share them; None for a single one."""
         self.shared: Communicator | None = None
-        """The tensor ranks of this device that hold the same rows of parameters which all of them hold."""
+        """The tensor ranks of this device that hold the same rows of the parameters common to all tensor ranks."""
         self.everyone: Communicator | None = None
         """All processes; None for a single one."""
         self.tied: Communicator | None = None
-        """The first and the last device that hold the same rows, on these two, if a matrix is held twice."""
+        """The two processes of the first and last device that hold the same rows, if a matrix is held twice."""
         if len(grid.ranks) == 1:
             return
         devices, lines = grid.size("pp"), grid.groups("pp")
@@ -122,7 +122,7 @@ class Groups:
         communicators.warm_up()
 
     def _by_axes(self, *, vocabulary: bool, sharded: bool) -> dict[frozenset[str], tuple[str, list[tuple[int, ...]]]]:
-        """Return name and members of the groups over some axes, by these axes."""
+        """Return the name and members of the groups over each set of axes."""
         grid = self._grid
         groups: dict[frozenset[str], tuple[str, list[tuple[int, ...]]]] = {}
         rows = (("pp", "tp") if vocabulary and grid.size("tp") > 1 else (), ("tp", *COPIES) if sharded else ())
@@ -146,12 +146,12 @@ class Groups:
     def _with_the_same_rows(
         self, tied: tuple[int, int] | None, *, sharded: bool
     ) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
-        """Yield the pairs "tied", and the tensor ranks "shared" where they are not those of one pipeline."""
+        """Yield the pairs "tied", and the groups "shared" of tensor ranks if they differ from those of a pipeline."""
         grid = self._grid
 
         def with_same_rows(devices_and_ranks: Iterable[tuple[int, int]]) -> Iterable[tuple[int, ...]]:
-            """Group the processes of these (device, tensor rank) that hold the same rows of the same parameters. With
-            shards over replicas they are at the same position, and need not be of one pipeline."""
+            """Group the processes of these (device, tensor rank) pairs that hold the same rows of the same parameters.
+            With shards over replicas these have the same position, and may be in different pipelines."""
             return zip(
                 *(sorted(grid.group(*COPIES, pp=device, tp=rank)) for device, rank in devices_and_ranks), strict=True
             )
@@ -165,9 +165,9 @@ class Groups:
                 yield "shared", mates
 
     def over(self, *axes: str) -> Communicator | None:
-        """The communicator of the processes that differ from this one only along these axes; None if there are none."""
+        """Return the communicator of processes that differ from this one only along these axes; None without any."""
         long = self._long(axes)
-        if axes != COPIES and long == self._long(AXES):  # copies have an order of their own
+        if axes != COPIES and long == self._long(AXES):  # copies have their own order
             return self.everyone
         return self._over.get(long)
 
@@ -175,7 +175,7 @@ class Groups:
         return frozenset(axis for axis in axes if self._grid.size(axis) > 1)
 
     def close(self) -> None:
-        """Destroy the communicators. Collective, when no operation is pending."""
+        """Destroy the communicators, when no operation is pending. Collective."""
         if self.communicators is not None:
             self.communicators.close()
 
@@ -185,17 +185,17 @@ class Groups:
         """Begin a public method that every process must call. Collective over everyone.
 
         Raises:
-            InputError: on every process, if they were called for different methods. On this one, if it has left a
-                stream of tensors before its end, which others are still sending.
+            InputError: on every process, if processes call different methods. On this one, if it has left a stream of
+                tensors before its end, while others are still sending.
         """
         self.begin(name, [], f"the call of {name}", "")
 
     def begin(self, name: str, numbers: list[int], label: str, needed_by: str) -> list[list[int]]:
-        """As `agree`; return the numbers of all processes in the order of the grid, on each of them. Collective over
+        """As `agree`; return on every process the numbers of all processes, in the order of the grid. Collective over
         everyone.
 
         Args:
-            numbers: int64, equally many on all processes, at most `ROOM`.
+            numbers: int64, the same count on all processes, at most `ROOM`.
             label, needed_by: what this wait is for, and what needs it, for error messages.
         """
         if self.everyone is None:
@@ -204,14 +204,14 @@ class Groups:
         return self._in_order(table[:, : len(numbers)].tolist())
 
     def gather(self, numbers: list[int], label: str, needed_by: str) -> list[list[int]]:
-        """Return int64 numbers of all processes, equally many on each, in the order of the grid. No method begins with
-        this. Collective over everyone."""
+        """Return int64 numbers of all processes, in the order of the grid; each gives the same count. No public method
+        may begin with this. Collective over everyone."""
         table = gather_numbers(self.everyone, numbers, label, needed_by, self.torch_device)
         return table if self.everyone is None else self._in_order(table)
 
     def sum(self, name: str, number: Tensor, *axes: str) -> Tensor:
-        """As `agree`; return the sum of a scalar fp64 over these axes: the same bits on every process, since all add in
-        the same order."""
+        """As `agree`; return the sum of an fp64 scalar over these axes. It is bitwise identical on every process, since
+        all add in the same order."""
         if self.everyone is None:
             return number
         table = self._exchange(name, row_of_scalar(name, number), "the norm of all gradients", "the optimizer")
@@ -219,34 +219,34 @@ class Groups:
         return table[positions, 0].view(torch.float64).sum().to(number.device)
 
     def stream(self, name: str, items: Iterator[Item]) -> Iterator[Item]:
-        """Iterate over items that all processes exchange, for a public method that each must call and exhaust: as
-        `agree` before the first item."""
+        """Iterate over items that all processes exchange, for a public method that each of them must call and exhaust.
+        Before the first item, as `agree`."""
         self.agree(name)
         self._streaming = None if self.everyone is None else name
         try:
             yield from items
-        except Exception:  # not the end of a generator that is left: others may still send
+        except Exception:  # not GeneratorExit: when a generator is abandoned, others may still send
             self._streaming = None
             raise
         self._streaming = None
 
     def _exchange(self, name: str, row: Tensor, label: str, needed_by: str) -> Tensor:
-        """Return the numbers of everyone, [members, ROOM] int64 on the host."""
+        """Return the rows of everyone, [members, ROOM] int64 on the host."""
         assert self.everyone is not None
         if self._streaming is not None:
             raise InputError(f"{name}: {self._streaming} was left before its end, expected it to be exhausted first")
         return gather_calls(self.everyone, row, label, needed_by)
 
     def _in_order(self, table: list[list[int]]) -> list[list[int]]:
-        """Return rows of everyone in the order of the grid."""
+        """Return the rows of everyone, in the order of the grid."""
         return [table[self._position_of[rank]] for rank in self._grid.ranks]
 
     # --- messages ------------------------------------------------------------------------------------------------
 
     def from_the_first(self, text: str | None, label: str, called: str = "from_the_first") -> str | None:
-        """Return the value of the very first process, on all of them. Collective over everyone.
+        """Return the text of the very first process on all processes. Collective over everyone.
 
-        called: as `agree`, the public method that begins with it.
+        called: as for `agree`, the public method that begins with this call.
         """
         if self.everyone is None:
             return text
@@ -257,9 +257,9 @@ class Groups:
     def numbers(self, numbers: Sequence[float], called: str = "gather_numbers") -> list[list[float]]:
         """Return the numbers of each process, pipeline by pipeline, on every process. Collective over everyone.
 
-        called: as `agree`, the public method that begins with it.
+        called: as for `agree`, the public method that begins with this call.
 
-        Raises InputError as `agree`, and if processes give different numbers of them.
+        Raises InputError as `agree`, and if processes give different counts of numbers.
         """
         label, needed_by = "figures of all devices", "the caller"
         bits = torch.tensor(numbers, dtype=torch.float64).view(torch.int64).tolist()
@@ -272,8 +272,8 @@ class Groups:
         return torch.tensor(table, dtype=torch.int64).view(torch.float64).tolist()
 
     def broadcast(self, tensor: Tensor, label: str, needed_by: str) -> None:
-        """Send the tensor of the first process of each replica to all others of it, into theirs: along one axis after
-        the other. Collective over the replica; on a GPU the host does not wait."""
+        """Send the tensor of each replica's first process into the tensors of its other processes, axis by axis.
+        Collective over the replica; on a GPU the host does not wait."""
         lines, grid = {"pp": self.line, "cp": self.context, "tp": self.tensor}, self._grid
         for axis, communicator in lines.items():
             later = [*lines][[*lines].index(axis) + 1 :]
@@ -283,7 +283,7 @@ class Groups:
     # --- results of the output layer ---------------------------------------------------------------------------------
 
     def share(self, value: Tensor | None, source: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Work:
-        """Share a tensor of the pipeline's device `source` (all its tensor ranks have it) with all of the pipeline."""
+        """Share a tensor of device `source`, which all its tensor ranks have, with the whole pipeline."""
         if self.line is None:
             return Done(value)
         tensor = torch.empty(shape, dtype=dtype, device=self.torch_device) if value is None else value.contiguous()
@@ -291,7 +291,7 @@ class Groups:
         return handle.giving(tensor, "the caller")
 
     def total(self, tensor: Tensor, label: str) -> Work:
-        """Return the sum of a tensor over everyone, on all of them; the own one is lost."""
+        """Return the sum of a tensor over everyone, on all processes; the given tensor is overwritten."""
         return (
             Done(tensor)
             if self.everyone is None
@@ -299,8 +299,8 @@ class Groups:
         )
 
     def share_sum(self, value: Tensor | None, source: int, dtype: torch.dtype) -> Work:
-        """Share the sum of a scalar of every pipeline's device `source` with everyone: all gather and add the same
-        values."""
+        """Share the sum over pipelines of a scalar of device `source` with everyone: all processes gather and add the
+        same values."""
         assert self.everyone is not None
         number = torch.zeros((), dtype=dtype, device=self.torch_device) if value is None else value.contiguous()
         handle = self.everyone.all_gather(number, "the loss of all replicas")

@@ -1,8 +1,8 @@
-"""The parameters on one device: masters for the optimizer, copies in the dtype of the computation.
+"""The parameters on one device: masters for the optimizer, and copies in the compute dtype.
 
-If both dtypes are equal there is one tensor. Otherwise the modules hold the copy, refreshed at the start of each step,
-and every gradient is added to the master's in the master's dtype as soon as autograd has finished it, so that no sum
-over microbatches is rounded to the narrower one. Parameters that transformers keeps in fp32 are their own masters.
+If both dtypes are equal, there is a single tensor. Otherwise the modules hold the copy, refreshed at the start of each
+step, and every gradient is added to the master's, in the master's dtype, as soon as autograd has finished it. So no sum
+over microbatches is rounded to the narrower dtype. Parameters that transformers keeps in fp32 are their own masters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Matrix:
     """Rows of a vocabulary matrix (or entries of its bias): the master, and the tensor that products read."""
 
     cuts: tuple[Cut, ...] = ()
-    """Of these rows, over replicas."""
+    """Cuts of these rows over replicas."""
 
     def __init__(self, parameter: nn.Parameter, compute_dtype: torch.dtype) -> None:
         self.parameter = parameter
@@ -51,7 +51,7 @@ class Matrix:
 
 
 class ShardedMatrix(Matrix):
-    """The same with rows spread once more, over replicas: whole only while a step needs them."""
+    """The same with rows also sharded over replicas: gathered only while a step needs them."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ShardedMatrix(Matrix):
     ) -> None:
         """
         Args:
-            rows: on the meta device, of all replicas; see `ShardedModule`.
+            rows: the unsharded rows, on the meta device; see `ShardedModule`.
         """
         self._module = nn.Module()
         self._module.register_parameter("weight", rows)
@@ -83,7 +83,7 @@ class ShardedMatrix(Matrix):
         return self.sharded.gradient("weight")
 
     def refresh(self) -> None:
-        """Nothing to do: gathering refreshes them."""
+        """Do nothing: gathering refreshes the rows."""
 
 
 class StageParameters:
@@ -100,10 +100,10 @@ class StageParameters:
     ) -> None:
         """
         Args:
-            names: of these parameters; None: all of the module's.
+            names: of these parameters; None for all of the module.
             kept: names of parameters that products read in the dtype of their masters.
-            torch_device: where parameters get memory that are on the meta device; they contain NaN. Whoever fills them
-                calls `refresh`.
+            torch_device: where parameters on the meta device are allocated, filled with NaN. Whoever fills them with
+                values calls `refresh`.
         """
         self._masters: dict[str, nn.Parameter] = {}
         self._copies: dict[str, nn.Parameter] = {}
@@ -133,7 +133,7 @@ class StageParameters:
             torch._foreach_copy_([self._copies[name] for name in names], [self._masters[name] for name in names])
 
     def follow_flags(self) -> None:
-        """Make copies trainable if their masters are trainable now."""
+        """Make copies trainable if their masters now are."""
         for name, copy in self._copies.items():
             copy.requires_grad_(self._masters[name].requires_grad)
 

@@ -1,4 +1,4 @@
-"""Processes that exchange inside passes, and the pass that runs."""
+"""Processes that exchange inside passes, and the current pass."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from evenpipe.communication.communicator import Communicator
 
 @dataclass(slots=True)
 class Running:
-    """The pass that runs. The walker of a pipeline writes it; the exchanges of its processes read it."""
+    """The current pass. A pipeline's walker writes it; the exchanges between processes read it."""
 
     step: int = 0
     """Counts steps and evaluations."""
     text: str = ""
-    """Of the pass, for messages."""
+    """Text of the pass, for messages."""
     place: tuple[int, int] | None = None
     """Stage and unit of its forward or backward; None in an evaluation, where no backward follows."""
     repeats: bool = False
-    """It repeats a forward whose backward follows at once (R)."""
+    """Whether it repeats a forward whose backward follows immediately (R)."""
 
 
 class Ranks:

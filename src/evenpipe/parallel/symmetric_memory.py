@@ -1,4 +1,4 @@
-"""torch's fused operations between tensor ranks: kernels that read the rows of other GPUs beside their products.
+"""torch's fused operations between tensor ranks: kernels that read rows of other GPUs while computing products.
 
 `torch.ops.symm_mem` (CUDA only; torch calls its module private). Not run on a GPU yet: tests run the same semantics on
 gloo, with torch's own fallbacks.
@@ -20,7 +20,7 @@ from evenpipe.parallel.tensor_ranks import TensorRanks
 class Fused:
     """An `Overlap` of `tensor.exchange` by torch."""
 
-    adds_biases = False  # the first rank alone has one, and adds it before the sum
+    adds_biases = False  # only the first rank has a bias, and adds it before the sum
 
     def __init__(self, ranks: TensorRanks) -> None:
         self._ranks = ranks
@@ -43,8 +43,8 @@ class Fused:
     def sum_products(
         self, pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None, rest: Tensor | None = None
     ) -> Tensor:
-        """Return the own rows [n/t, out] of the sum over ranks of products and rest. Only one product without anything
-        to add is fused with its sum."""
+        """Return this rank's rows [n/t, out] of the sum over ranks of products and `rest`. Only a single product
+        without `rest` is fused with its sum."""
         assert bias is None
         (rows, matrix), *remaining = pairs
         if not remaining and rest is None:
@@ -66,7 +66,7 @@ def fused_operations() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def obstacle_to_fused(ranks: TensorRanks, torch_device: torch.device) -> str | None:
-    """Return why the fused operations cannot run, the same on all ranks; None: they can. Collective over the ranks."""
+    """Return why the fused operations cannot run, or None if they can; the same on all ranks. Collective over them."""
     communicator = ranks.communicator
     if torch_device.type != "cuda":
         return "torch's fused operations need GPUs"

@@ -1,4 +1,4 @@
-"""Bytes of tensors in a real run: live, at the peak, left over, and by which operation they were made.
+"""Bytes of tensors in a real run: live, at the peak and left over, and the operations that made them.
 
     with pipeline.count_bytes() as counted:
         result = pipeline.step(input_ids)
@@ -7,10 +7,10 @@
     counted.passes()                # bytes before, during and after every pass of the program
     del result; counted.survivors() # storages made inside that are still live, with their operations
 
-Storages are counted once, however many tensors share them, from the operation that makes them until they are freed.
-Operations inside autograd functions and in backwards are counted too, and so are buffers for communication. Temporaries
-inside an operation and memory of communication libraries are not. Counting takes about 10 microseconds per operation.
-FSDP2 frees whole parameters by resizing their storages to nothing: that counts from the end of their RESHARD.
+A storage is counted once, however many tensors share it, from the operation that makes it until it is freed. Operations
+inside autograd functions and in backwards are counted too, and so are buffers for communication. Temporaries inside an
+operation and memory of communication libraries are not. Counting takes about 10 microseconds per operation. FSDP2 frees
+unsharded parameters by resizing their storages to 0: this is counted at the end of their RESHARD.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Made:
     operation: str
     """Name of the operation that returned its first tensor; empty if it existed before."""
     item: Pass | Transfer | None
-    """The current item at that moment; None outside of a program."""
+    """The item that ran when it was made; None outside of a program."""
 
     def __str__(self) -> str:
         return f"{self.bytes} bytes by {self.operation or 'nobody (existed before)'} in {self.item or 'no pass'}"
@@ -58,7 +58,7 @@ class ItemBytes:
 
 
 class Most(NamedTuple):
-    """The most live bytes and live storages, which need not be at the same moment."""
+    """The most live bytes and the most live storages, possibly at different moments."""
 
     bytes: int
     storages: int
@@ -71,11 +71,11 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 class ByteCounter(TorchDispatchMode):
-    """Counts while it is entered. `Pipeline.count_bytes` makes one that knows the existing tensors.
+    """Context manager that counts bytes. `Pipeline.count_bytes` makes one that knows the existing tensors.
 
     Args:
         existing: tensors, by name; `started` gives their bytes.
-        follow: called with the counter on entry and with None on exit: the walker then calls `at` before each item.
+        follow: called with the counter on entry and with None on exit, so that the walker calls `at` before each item.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ByteCounter(TorchDispatchMode):
         """Bytes at entry; a shared storage counts for its first name."""
         self._item: Pass | Transfer | None = None
         self._made: list[Made] = []
-        # A storage may be freed on any thread, so events are appended (one step of the interpreter) and summed later.
+        # A storage may be freed on any thread, so events are appended, which is atomic, and summed later.
         # An event is the number of a storage, or its complement when the storage is freed.
         self._events: list[int] = []
         self._marks: list[tuple[int, Pass | Transfer | None]] = []
@@ -115,7 +115,7 @@ class ByteCounter(TorchDispatchMode):
             self._follow(None)
 
     def at(self, item: Pass | Transfer | None) -> None:
-        """The walk has reached this item; None: its end."""
+        """Note that the walk has reached this item; None for its end."""
         if self._item is not None and self._item.kind in FREEING_KINDS:
             self._see_emptied()
         self._item = item
@@ -126,7 +126,7 @@ class ByteCounter(TorchDispatchMode):
             return NotImplemented  # consists of other tensors, like DTensor: their operations are counted separately
         within = WITHIN.get(operation.name())
         if within is not None:
-            super().__enter__()  # see what is allocated inside, too
+            super().__enter__()  # count what is allocated inside, too
             try:
                 return within(*args)
             finally:
@@ -144,7 +144,7 @@ class ByteCounter(TorchDispatchMode):
         return result
 
     def _see_emptied(self) -> None:
-        """Look at all living storages again: no operation tells that a storage was resized."""
+        """Check all living storages for emptied ones: no operation reports that a storage was resized."""
         for address, (number, reference) in list(self._living.items()):
             storage = reference()
             if storage is not None and self._made[number].bytes and not storage.nbytes():
@@ -152,21 +152,21 @@ class ByteCounter(TorchDispatchMode):
                 self._emptied.add(address)
 
     def _see_refilled(self, arguments: Iterable[Any]) -> None:
-        """Count arguments of an operation without a result, which has written into them."""
+        """Count emptied storages that an operation without a result has written to."""
         for tensor in arguments:
             if isinstance(tensor, Tensor) and (storage := _local(tensor).untyped_storage())._cdata in self._emptied:
                 self._emptied.discard(storage._cdata)
                 self._count(storage, "")
 
     def _see(self, tensor: Tensor, operation: Any) -> int:
-        """Count the storage of a tensor. Return its bytes if it is new."""
+        """Count the storage of a tensor. Return its bytes if it is new, else 0."""
         tensor = _local(tensor)
         if isinstance(tensor, FakeTensor) or tensor.device.type == "meta" or tensor.layout is not torch.strided:
             return 0
         return self._count(tensor.untyped_storage(), operation)
 
     def _count(self, storage: torch.UntypedStorage, operation: Any) -> int:
-        """Count a storage. Return its bytes if they are new."""
+        """Count a storage. Return its bytes if it is new or resized, else 0."""
         address, size = storage._cdata, storage.nbytes()
         events, living, emptied = self._events, self._living, self._emptied
         known = living.get(address)
@@ -197,16 +197,16 @@ class ByteCounter(TorchDispatchMode):
 
     @property
     def peak(self) -> int:
-        """The most live bytes since it was entered."""
+        """The most live bytes since entry."""
         return self.most(lambda made: True).bytes
 
     def survivors(self) -> list[Made]:
-        """Return storages made inside that are live now, largest first."""
+        """Return the storages made inside the context that are still live, largest first."""
         alive = (self._made[number] for number, _ in list(self._living.values()))
         return sorted((made for made in alive if made.operation), key=lambda made: -made.bytes)
 
     def most(self, chosen: Callable[[Made], bool]) -> Most:
-        """Return the most live bytes and storages among those that `chosen` selects."""
+        """Return the most live bytes and the most live storages among the storages that `chosen` selects."""
         take = [chosen(made) for made in self._made]
         live = count = most_bytes = most_count = 0
         for event in self._events:
@@ -219,8 +219,8 @@ class ByteCounter(TorchDispatchMode):
         return Most(most_bytes, most_count)
 
     def items(self) -> list[ItemBytes]:
-        """Return live bytes around every pass and transfer, in the order of the program; for several steps one by
-        one."""
+        """Return the live bytes around each pass and transfer, in the order of the program; several steps follow one
+        another."""
         return list(self._items())
 
     def passes(self) -> list[ItemBytes]:

@@ -1,4 +1,4 @@
-"""Checks the arguments of a `Pipeline` before anything is built: one sentence for each mistake."""
+"""Checks the arguments of a `Pipeline` before anything is built; each mistake has a one-sentence message."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LARGEST_SEED = 2**64 - 1
 def check_kinds(**arguments: Any) -> None:
     """Check the types of arguments whose values are checked later.
 
-    Raises InputError that names the first wrong one, and the accepted values.
+    Raises InputError, which names the first wrong argument and the accepted values.
     """
     for name, value in arguments.items():
         accepted, fits = _KINDS[name]
@@ -43,7 +43,7 @@ def check_kinds(**arguments: Any) -> None:
 
 
 def check_no_autocast(torch_device: torch.device) -> None:
-    """Autocast would round some products of a step but not others: not those of W, nor transfers between devices."""
+    """Refuse autocast: it would round some products of a step, but neither those of W nor transfers between devices."""
     if torch.is_autocast_enabled(torch_device.type):
         dtype = torch.get_autocast_dtype(torch_device.type)
         raise InputError(
@@ -53,7 +53,8 @@ def check_no_autocast(torch_device: torch.device) -> None:
 
 
 def check_memory_budget() -> None:
-    """With compiled layers that draw random numbers: below 1, torch (2.11 to 2.13) recomputes dropout with others."""
+    """Refuse a budget below 1 for compiled layers with random numbers: torch (2.11 to 2.13) would recompute dropout
+    with other numbers."""
     from torch._functorch import config
 
     if config.activation_memory_budget < 1:
@@ -69,17 +70,18 @@ _NEED_WHOLE_MATRICES = {kind.__init__.__module__: kind.__name__ for kind in (tor
 
 
 def refuse_use_of_a_part(spread: Callable[[], str | None]) -> None:
-    """Check who asks for the parameters of one process.
+    """Check which function asks for the parameters of this process.
 
-    torch's functions may take them from generators of the caller, so all calling functions are looked at.
+    torch's functions may receive them through generators of the caller, so all functions on the stack are checked.
 
     Args:
-        spread: returns the name of a parameter of which this process has only rows, or None if there is none; called
-            only for such an optimizer, since every step asks for the parameters.
+        spread: returns the name of a parameter of which this process has only rows, or None without any. It is called
+            only for optimizers that need whole matrices, since every step asks for the parameters.
 
     Raises:
-        InputError: `torch.nn.utils.clip_grad_norm_` or `get_total_norm`, which would scale each process by another
-            norm; or, with spread rows, an optimizer that would take the rows for a whole matrix.
+        InputError: the caller is `torch.nn.utils.clip_grad_norm_` or `get_total_norm`, which would scale each process
+            by another norm; or parameters are spread by rows and it is an optimizer that would take them for whole
+            matrices.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -145,8 +147,8 @@ def device_of_torch(requested: torch.device | str) -> torch.device:
 
 
 def dtype_of_compute(parameter: torch.dtype, requested: torch.dtype | None, torch_device: torch.device) -> torch.dtype:
-    """Return the dtype of activations and products; `requested` is the caller's. Raises InputError for an unsupported
-    pair."""
+    """Return the dtype of activations and products; `requested` is the caller's choice. Raises InputError for an
+    unsupported pair."""
     if parameter not in (torch.float32, torch.float64):
         raise refused("parameter_dtype", parameter, "torch.float32 or torch.float64")
     narrow = parameter == torch.float32
@@ -159,20 +161,20 @@ def dtype_of_compute(parameter: torch.dtype, requested: torch.dtype | None, torc
 
 
 class PipelineOptions(RecipeOptions, total=False):
-    """Options of a pipeline's recipe, as keyword arguments of `Pipeline`; the sizes of axes are those of the processes,
-    where they are not given."""
+    """Options of a pipeline's recipe, as keyword arguments of `Pipeline`. Sizes of axes that are not given follow from
+    the processes."""
 
     dp: int | None
     pp: int | None
 
 
 OPTIONAL = (*AXES, "ep")
-"""Axes whose sizes may be left to the processes."""
+"""Axes whose sizes may follow from the processes."""
 
 
 def sizes_given(recipe: Recipe | None, options: PipelineOptions) -> dict[str, int | None]:
-    """Return the sizes of the axes that a caller gives, as arguments of `process_grid`; None: not given."""
-    if recipe is not None:  # whose devices are compared with the rest of the processes by `recipe_of`
+    """Return the sizes of axes given by the caller, as arguments of `process_grid`; None for those not given."""
+    if recipe is not None:  # `recipe_of` compares its devices with the remaining processes
         return {axis: getattr(recipe.parallelism, axis) for axis in OPTIONAL if axis != "pp"}
     return {axis: cast(int | None, options.get(axis)) for axis in OPTIONAL}
 
@@ -180,7 +182,7 @@ def sizes_given(recipe: Recipe | None, options: PipelineOptions) -> dict[str, in
 def recipe_of(recipe: Recipe | None, options: PipelineOptions, grid: Grid) -> Recipe:
     """Return the recipe of a pipeline on these processes.
 
-    Raises InputError for a recipe of other sizes, options beside a recipe, and a recipe that cannot run.
+    Raises InputError for a recipe of other sizes, options in addition to a recipe, or a recipe that cannot run.
     """
     sizes = {axis: grid.size(axis) for axis in OPTIONAL}
     if recipe is None:
@@ -202,8 +204,8 @@ def _sizes(sizes: Mapping[str, int]) -> str:
 
 
 def fault_of_architecture(description: Description, order: Order, recipe: Recipe) -> str | None:
-    """Return why a small copy of the model, cut into stages or its sequences into pieces, does not compute what the
-    uncut one does; None if it does."""
+    """Return why a small copy of the model, with layers cut into stages or sequences into pieces, does not compute the
+    same as the uncut copy; None if it does."""
     separate = recipe.batch.separate
     suffix = ' and documents = "separate"' if separate else ""
     splits = any(map(order.splits_backward, range(order.devices)))
@@ -217,7 +219,7 @@ def fault_of_architecture(description: Description, order: Order, recipe: Recipe
             check_pieces(description, f"slices{suffix}", slices=True, apart=separate)
     except InputError as error:
         return str(error)
-    except Exception as error:  # whatever a family's own forward raises: the others wait for a sentence
+    except Exception as error:  # anything that a family's own forward raises: the other processes wait for a message
         return (
             f"{description.architecture} cannot be checked on a small copy ({type(error).__name__}:"
             f" {first_line(error)}): pass self_check=False to train it unchecked."
@@ -226,8 +228,7 @@ def fault_of_architecture(description: Description, order: Order, recipe: Recipe
 
 
 def check_shardable(description: Description) -> None:
-    """FSDP2 splits the rows of a parameter; a scalar has none. Raises InputError for a model with a scalar
-    parameter."""
+    """Raise InputError for a model with a scalar parameter: FSDP2 splits parameters by rows, and a scalar has none."""
     for name, shape in description.shapes.items():
         if not shape:
             raise InputError(

@@ -1,11 +1,11 @@
 """The inputs of one step: checked once, sent to every device once, cut into microbatches.
 
-With several pipelines side by side each first process has its own batch. They first exchange the total weights of their
-tokens, so that the weights of all tokens of all batches add up to 1, and a batch that one of them refuses is refused by
-all. The same exchange shows whether processes agree on the trainable parameters and on their hooks.
+With several replicas, the first process of each has its own batch. These processes first exchange the total weights of
+their tokens, so that the weights of all tokens in all batches add up to 1; if one refuses its batch, all do. The same
+exchange shows whether processes agree on the trainable parameters and their hooks.
 
-Every device knows every token id and every label. So every device can finish the loss from the statistics of the
-vocabulary shards, and both ends of an exchange of embedding rows know its size.
+Every device knows all token ids and labels. So every device can compute the loss from the statistics of the vocabulary
+shards, and both ends of an exchange of embedding rows know its size.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ from evenpipe.runtime.inputs import (
 from evenpipe.runtime.trained import Trained
 
 NO_TOTAL = -1.0
-"""In messages: the total of the update is not given."""
+"""In messages: the update's total is not given."""
 ROUNDING_OF_TOTALS = 1 + 1e-5
-"""A total of token weights may be so much smaller than it is here: its caller may have added in fp32."""
+"""A step's total weight may exceed the given total by this factor, since the caller may have added in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One of the parts of a step's batch, equal in training, or a piece of every sequence of one. n = sequences x
-    tokens."""
+    """A part of a step's batch, or a piece of every sequence in such a part. In training all parts are equal.
+    n = sequences x tokens."""
 
     token_ids: Tensor
-    """[sequences, tokens] int64, on the host: the sizes of messages are read from them."""
+    """[sequences, tokens] int64, on the host, because message sizes are computed from them."""
     targets: Tensor
     """[n] int64, on the host: the token that each position predicts, IGNORE_INDEX if there is none."""
     weights: Tensor
-    """[n] fp32 or fp64: each position's share of the loss of all steps of one update; over the microbatches of all
-    replicas and all these steps they add up to 1."""
+    """[n] fp32 or fp64: each position's share of the update's loss. They add up to 1 over all microbatches, replicas
+    and steps of the update."""
     position_ids: Tensor | None
     """[sequences, tokens] int64, or None for 0, 1, 2, ..."""
     attention_mask: Tensor | None
     """[sequences, tokens] int64, 1 for tokens and 0 for padding, or None without padding."""
     on_host: tuple[Tensor | None, Tensor | None] = None, None
-    """Position ids and mask once more, on the host."""
+    """Copies of position ids and mask on the host."""
 
     sight: Sight | None = None
-    """What evenpipe's attention sees of the whole rows, of which these may be a piece, with position ids; None: these
-    are whole rows, and the model's own attention sees all of them."""
+    """What evenpipe's attention sees of the whole rows, of which this may be a piece, with position ids. None if these
+    are whole rows and the model's own attention is used."""
     carries: Carries | None = None
-    """Of the slices of the same sequences; None: these are not cut into slices."""
+    """Shared by the slices of the same sequences; None if sequences are not sliced."""
     slice: int = 0
 
     @property
@@ -78,7 +78,7 @@ class Microbatch:
     def through(
         self, stage: int, module: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor], **options: Any
     ) -> tuple[Tensor, ...]:
-        """Return what a stage, of this number, makes of its inputs for this microbatch."""
+        """Return the outputs of stage number `stage` for this microbatch."""
         sight = self.sight
         if self.position_ids is not None:
             options["position_ids"] = self.position_ids
@@ -97,14 +97,14 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """All microbatches of a pipeline's step, the same on every device of it."""
+    """All microbatches of a step, the same on every device of the pipeline."""
 
     microbatches: tuple[Microbatch, ...]
-    """By unit: if sequences are cut into slices, the slices of each one after the other."""
+    """By unit. If sequences are sliced, the slices of a microbatch follow one another."""
     sequences: int
     sequence_length: int
     valid_tokens: int
-    """Positions with a label that counts, over all replicas."""
+    """Number of positions with a label that counts, over all replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +112,16 @@ class Totals:
     """Totals of the batches of all replicas."""
 
     weight: float
-    """Sum of the weights of all positions with a label that counts; without weights, their number."""
+    """Total weight of all positions with a label that counts; without weights, their number."""
     valid_tokens: int
     accumulate: int = 1
-    """Steps of the update."""
+    """Number of steps per update."""
     fewest_sequences: int = 1
-    """Of any replica's batch."""
+    """The number of sequences in the smallest batch of any replica."""
     of_update: float | None = None
-    """The `weight` of all steps of the update together; None: unknown, all of them count equally."""
+    """Total `weight` over all steps of the update; None if unknown: then all steps count equally."""
     drawn: int = 0
-    """The number that the first replica has drawn for the step."""
+    """The random number that the first replica drew for this step."""
 
     @property
     def divisor(self) -> float:
@@ -130,8 +130,8 @@ class Totals:
 
     @property
     def loss_factor(self) -> int:
-        """What turns this step's share of the update's loss into the loss to show: that of the step alone if all steps
-        count equally, else the share."""
+        """Factor from this step's share of the update's loss to the reported loss, which is the loss of this step alone
+        if all steps count equally, else the share."""
         return self.accumulate if self.of_update is None else 1
 
 
@@ -148,25 +148,26 @@ def distribute(
     drawn: int = 0,
     torch_device: torch.device,
 ) -> tuple[Inputs, Totals]:
-    """Check the step's inputs on the first process of each replica and send them to all others of it.
+    """Check the step's inputs on the first process of each replica and send them to the replica's other processes.
 
-    Collective over everyone: all gather one row of numbers of each, which also shows that all were called for the same
-    method. Nothing more is sent if a batch is refused. Then the first process of each replica broadcasts an int64
-    tensor with all integers, and the weights if there are any.
+    Collective over everyone: an all-gather of one row of numbers per process, which also shows whether all of them
+    called the same method. If a batch is refused, nothing more is sent. Then the first process of each replica
+    broadcasts an int64 tensor with all integers, and the weights if there are any.
 
     Args:
-        called: the public method.
+        called: name of the public method.
         microbatches, tokens: as for `check`.
         trained: flags read for this step.
-        drawn: a random number of this process for the step; that of the very first process counts.
+        drawn: this process's random number for the step; only that of the very first process is used.
 
     Returns:
-        The same inputs on every process of the replica, with labels: those given, or the ids without padding; weights
-        on `torch_device`, the rest on the host. And the totals of all replicas.
+        The inputs, the same on every process of the replica, with labels: the given ones, or the ids without padding.
+        Weights are on `torch_device`, the other tensors on the host. Also the totals over all replicas.
 
     Raises:
-        InputError: on every process, if a first process got wrong inputs, if processes disagree on the trainable
-            parameters or their hooks, replicas on the update, or if some of them were called for another method.
+        InputError: on every process, if the inputs of a first process are refused, if processes disagree on the
+            trainable parameters or their hooks, if replicas disagree on the update, or if some processes called another
+            method.
     """
     fault: InputError | None = None
     local_inputs: Inputs | None = None
@@ -202,7 +203,8 @@ def distribute(
 
 
 class _Row(NamedTuple):
-    """What the first process of a replica says about its batch; all zeros on others, and if it is refused."""
+    """What the first process of a replica reports about its batch. All zeros on other processes, and for a refused
+    batch."""
 
     good: int = 0
     sequences: int = 0
@@ -217,7 +219,7 @@ class _Row(NamedTuple):
     valid_tokens: int = 0
     accumulate: int = 0
     of_update: int = 0
-    """Of `Totals.of_update`, the bits, or those of NO_TOTAL."""
+    """The bits of `Totals.of_update`, or of NO_TOTAL."""
     drawn: int = 0
 
 
@@ -242,7 +244,8 @@ def _on_cpu(inputs: Inputs, *, microbatches: int, model: Description, tokens: Di
 
 
 def _fault_of_update(replicas: Sequence[_Row], totals: Totals) -> InputError | None:
-    """Return what is wrong with the number of steps and the total of the update that each replica gives."""
+    """Return the error in the number of steps and the total of the update, as given by each replica; None if they are
+    right."""
     steps, weights = (
         [replica.accumulate for replica in replicas],
         [_total_of(replica.of_update) for replica in replicas],
@@ -267,8 +270,8 @@ def count_weight(
     their number. Collective.
 
     Args:
-        inputs: of the first processes of pipelines, which have `feeds`; those of others are ignored.
-        numbers_of_all: all processes gather numbers.
+        inputs: from processes with `feeds`, the first of each pipeline; those of other processes are ignored.
+        numbers_of_all: gathers numbers from all processes.
 
     Raises:
         InputError: on every process, if one of the batches is refused.
@@ -289,7 +292,7 @@ def count_weight(
 
 
 def _share(inputs: Inputs | None, row: _Row, groups: Groups, torch_device: torch.device) -> Inputs:
-    """Send the inputs of the first process of a replica, `given` there only, to all of it."""
+    """Send the inputs of a replica's first process to all of its processes. `inputs` is None on the others."""
     on_host: Tensor | None = None
     if inputs is not None:
         on_host = torch.stack([tensor.to(torch.int64) for tensor in fields_of(inputs)[:4] if tensor is not None])
@@ -308,7 +311,7 @@ def _share(inputs: Inputs | None, row: _Row, groups: Groups, torch_device: torch
             weights = torch.empty((row.sequences, row.tokens), dtype=dtype, device=torch_device)
         groups.broadcast(weights, "token weights", "the step")
     if on_host is None:
-        on_host = integers.cpu()  # with everything that is read there: one wait
+        on_host = integers.cpu()  # all that is read on the host at once: a single wait
     return Inputs(
         input_ids=on_host[0],
         labels=on_host[1],
@@ -344,20 +347,20 @@ def cut(
     dtype: torch.dtype,
     torch_device: torch.device | str = "cpu",
 ) -> Batch:
-    """Shift the labels, turn them into weights that add up to 1 over all replicas and all steps of the update, and cut
-    into microbatches: equal ones, or with one more sequence in the first ones.
+    """Shift the labels, compute weights that add up to 1 over all replicas and all steps of the update, and cut the
+    batch into microbatches of equal size; if that is impossible, the first ones have one more sequence.
 
     Labels are aligned with `input_ids`, as in transformers: position t predicts label t + 1. A position's weight is the
-    token weight of the label that it predicts (1 by default) over the update's sum of weights, so that the loss of the
-    update is the (weighted) mean over all its valid tokens and not a mean of means. If that sum is not known, the steps
-    of an update count equally. If no label of the step counts, all weights, the loss and every gradient are 0.
+    token weight of the label that it predicts (1 by default) divided by the update's sum of weights, so the loss of the
+    update is the (weighted) mean over all its valid tokens and not a mean of means. If that sum is unknown, the steps
+    of an update count equally. If no label of the step counts, all weights, the loss and all gradients are 0.
 
-    A microbatch without padding has no mask, so that no stage has to read one. With position ids it keeps the mask: it
-    tells transformers that a row does not contain several sequences.
+    A microbatch without padding has no mask, so that no stage has to read one. With position ids it keeps the mask,
+    which tells transformers that a row does not contain several sequences.
 
     Args:
         inputs: as returned by `distribute`.
-        totals: of all replicas; None: those of this batch.
+        totals: over all replicas; None for those of this batch.
         dtype: of the weights; fp64 if the model computes in fp64, else fp32.
         torch_device: device of weights, positions and masks.
     """
@@ -412,7 +415,8 @@ def _targets(inputs: Inputs) -> Tensor:
 
 
 def _weights(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return targets and their unnormalised weights, both [sequences, tokens]; weights are fp64, 0 for ignored ones."""
+    """Return targets and their unnormalised weights, both [sequences, tokens]. Weights are fp64, and 0 for ignored
+    targets."""
     targets = _targets(inputs)
     weights = (targets != IGNORE_INDEX).to(torch.float64)
     if inputs.token_weights is not None:

@@ -1,4 +1,4 @@
-"""The part of a model on one device: its stages, its rows of the vocabulary matrices, and all their parameters."""
+"""One device's part of a model: its stages, its rows of the vocabulary matrices, and all their parameters."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ from evenpipe.tensor.layers import ModelCut, TensorCut
 from evenpipe.vocabulary import LossOptions, Shard
 
 BLOCK_ELEMENTS = 1 << 24
-"""Approximate number of elements that are sent together of a tensor that replicas have cut."""
+"""Approximate number of elements sent at once when a tensor sharded over replicas is broadcast."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """Parameters of a stage that the same processes hold."""
+    """Parameters of a stage that are all held by the same processes."""
 
     stage: int
     name: str
     parameters: StageParameters | ShardedModule
-    """This process's alone, or sharded over replicas."""
+    """Whole on this process, or sharded over replicas."""
     are_experts: bool = False
-    """Which members of a group share."""
+    """Whether these are the experts that the members of a group share."""
 
 
 @dataclass(slots=True)
@@ -66,35 +66,35 @@ class HeldModel:
     stages: dict[int, Stage | ModuleStage] = field(default_factory=dict)
     """By number."""
     parts: list[HeldPart] = field(default_factory=list)
-    """Of its stages."""
+    """The parameters of its stages."""
     shards: dict[str, Held[nn.Parameter]] = field(default_factory=dict)
-    """All parameters (masters, with their gradients), by Hugging Face name."""
+    """All parameters by Hugging Face name: the masters, with their gradients."""
     buffers: dict[str, Held[nn.Parameter]] = field(default_factory=dict)
-    """Buffers that a model saves, treated as parameters that are not trained."""
+    """Buffers that the model saves, treated as frozen parameters."""
     embedding: EmbeddingShard | None = None
     """None if the whole embedding is on another device."""
     output: OutputShard | None = None
     """None if the whole output layer is on another device."""
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
-    """The queue of all stages' linear layers."""
+    """The queue that the linear layers of all stages share."""
     checkpointing: Switch = field(default_factory=Switch)
-    """Switch of all checkpointed layers."""
+    """The switch that all checkpointed layers share."""
     tied_copy: Matrix | None = None
-    """The matrix of a model with tied weights that another device also holds whole."""
+    """The tied matrix, if another device also holds all of it."""
     embedding_matrix: Matrix | None = None
     head_matrices: tuple[Matrix, ...] = ()
-    """The output layer's rows and their bias; if tied weights are held once, the embedding's matrix."""
+    """The output layer's rows and their bias; the embedding's matrix if tied weights are held once."""
     shared: list[Held[nn.Parameter]] = field(default_factory=list)
-    """Those of its parameters that several tensor ranks hold, in the same order on all of them."""
+    """Parameters that several tensor ranks hold, in the same order on all of them."""
 
     @property
     def unsharded(self) -> list[StageParameters]:
-        """Those of its parts that are not sharded over replicas."""
+        """The parts that are not sharded over replicas."""
         return [part.parameters for part in self.parts if isinstance(part.parameters, StageParameters)]
 
     @property
     def matrices(self) -> list[Matrix]:
-        """Its rows of the vocabulary matrices; tied ones once."""
+        """Its rows of the vocabulary matrices; a tied matrix appears once."""
         return list(
             dict.fromkeys(matrix for matrix in (self.embedding_matrix, *self.head_matrices) if matrix is not None)
         )
@@ -114,7 +114,7 @@ class HeldModel:
         }
 
     def refresh(self) -> None:
-        """Update the tensors that products read from the masters that the optimizer has changed."""
+        """Update the tensors that products read, after the optimizer has changed the masters."""
         for parameters in self.unsharded:
             parameters.refresh()
         for matrix in self.matrices:
@@ -123,42 +123,42 @@ class HeldModel:
 
 @dataclass(frozen=True, slots=True)
 class LayerOptions:
-    """What is made of every layer of a stage."""
+    """Options that apply to the layers of every stage."""
 
     checkpointing: tuple[str, ...]
-    """By layer of the model."""
+    """For each layer of the model."""
     draws: Draws | None = None
-    """Seeds the random numbers of each; None: they draw none."""
+    """Seeds the random numbers of each layer; None if layers draw none."""
     compiled: bool = False
     activations: Activations | None = None
-    """Moves activations to the host; None: they stay."""
+    """Moves activations to the host; None if they stay."""
     kept: Collection[int] = ()
-    """Layers whose activations stay on the device anyway."""
+    """Layers whose activations stay on the device nevertheless."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How parameters begin."""
+    """How parameters are initialised."""
 
     dtype: torch.dtype
     seed: int
-    """Of fresh ones."""
+    """Of fresh weights."""
     broadcast: Callable[[torch.Tensor], None] | None = None
-    """Overwrites a tensor by that of the first replica; None: all replicas have the same weights anyway."""
+    """Overwrites a tensor with that of the first replica; None if all replicas have the same weights anyway."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedLayers:
-    """How processes share every layer."""
+    """How processes share each layer."""
 
     tensor: tuple[ModelCut, TensorRanks] | None = None
-    """How layers are cut over the tensor ranks of the device; None for one."""
+    """How layers are cut over the tensor ranks of the device; None for a single rank."""
     experts: Spread | None = None
-    """How the members of a group share experts; None: a device has all of its experts."""
+    """How the members of a group share experts; None if each device has all of its experts."""
     load: Load | None = None
-    """Counts what tokens choose; None: there are no experts."""
+    """Counts the experts that tokens choose; None without experts."""
     pieces: bool = False
-    """Stages use evenpipe's attention: they get pieces of sequences, or documents that it has to keep apart."""
+    """Whether stages use evenpipe's attention: they get pieces of sequences, or documents to be kept apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,16 +166,16 @@ class _Cut:
     """How this process holds the parameters of a stage."""
 
     placements: Mapping[str, TensorPlacement | None]
-    """Of those that are not whole; None: not at all."""
+    """Of the parameters that are not whole; None if this process does not hold the parameter."""
     experts: Set[str]
-    """Those that members of a group share."""
+    """Parameters that the members of a group share."""
     on_first_rank: Set[str]
-    """Those that only the first tensor rank holds."""
+    """Parameters that only the first tensor rank holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builder:
-    """Builds this process's part of a model, and fills it from the source of the description."""
+    """Builds this process's part of a model and fills it from the description's source."""
 
     description: Description
     layout: Layout
@@ -186,9 +186,9 @@ class Builder:
     compute_dtype: torch.dtype
     torch_device: torch.device
     shards: Communicator | None = None
-    """Over replicas that share parameters: a process has memory only for its shards."""
+    """Over replicas that shard parameters: each process allocates only its shards."""
     expert_shards: Communicator | None = None
-    """The same for experts that members of a group share."""
+    """The same for the experts that the members of a group share."""
     ranks: SharedLayers = field(default_factory=SharedLayers)
     held: HeldModel = field(init=False, default_factory=HeldModel)
 
@@ -227,7 +227,8 @@ class Builder:
         return held
 
     def _add_stage(self, stage: int) -> list[str]:
-        """Return the names of the matrices whose gradient is computed in I, because no linear layer holds them."""
+        """Build a stage. Return the names of the matrices whose gradient is computed in I because no linear layer holds
+        them."""
         held, description, placement = self.held, self.description, self.layout.program.placement
         first, last = self.layout.layers[stage]
         cut = self._cut(range(first, last))
@@ -250,7 +251,7 @@ class Builder:
         local_tensors = self._hold(stage, module, list(layers.values()), cut)
         for name, buffer in persistent_buffers(module):
             shared = nn.Parameter(buffer, requires_grad=False)
-            # All stages have those outside of layers.
+            # Every stage has the buffers outside of layers.
             is_copy = not name.startswith(f"{layers_name}.") and stage != placement.last_stage
             local_tensors[name] = held.buffers[name] = self._held(
                 shared, TensorPlacement(tuple(buffer.shape)), is_copy=is_copy
@@ -266,8 +267,8 @@ class Builder:
         return unsplit_matrices(module)
 
     def _transforms(self) -> Iterator[LayerTransform]:
-        """Yield the changes of layers: how they compute this process's part, then when they do so and where what they
-        keep is. Each wraps those before it."""
+        """Yield the changes to layers: how they compute this process's part, then when they do so and where their
+        activations are kept. Each transform wraps the previous ones."""
         if self.ranks.tensor is not None:
             choices = self.layers.checkpointing
             checkpointed = [index for index, choice in enumerate(choices) if choice != "none"]
@@ -301,8 +302,8 @@ class Builder:
     def _hold(
         self, stage: int, module: Stage | ModuleStage, layers: Sequence[nn.Module], cut: _Cut
     ) -> dict[str, Held[nn.Parameter]]:
-        """Make this process's part of the parameters of a stage, those of experts that members of a group share and all
-        others; return it by name."""
+        """Create this process's part of a stage's parameters: of the experts that members of a group share, and of all
+        others. Return it by name."""
         local_parameters: dict[str, Held[nn.Parameter]] = {}
         names = {name for name, _ in module.named_parameters()}
         parts = (
@@ -346,9 +347,9 @@ class Builder:
         return held
 
     def _take_from_first_replica(self, name: str, held: Held[Any]) -> None:
-        """Replace this process's part of a tensor by that of the first replica's live model.
+        """Overwrite this process's part of a tensor with the values of the first replica's live model.
 
-        What replicas have cut is sent whole, in blocks of rows of which each keeps its own.
+        A tensor that is sharded over replicas is broadcast in blocks of rows; each replica keeps its own.
         """
         assert self.weights.broadcast is not None
         local, placement = held.tensor.detach(), held.placement
@@ -370,7 +371,7 @@ class Builder:
     def _matrix(self, name: str, shard: Shard, *, is_copy: bool = False) -> Matrix:
         """Return this process's rows of a vocabulary matrix.
 
-        is_copy: whether a device before this one holds the same rows.
+        is_copy: whether an earlier device holds the same rows.
         """
         layout, description, grid = self.layout, self.description, self.grid
         axes = [axis for axis in (("pp", "tp") if layout.sharded else ("tp",)) if grid.size(axis) > 1]
@@ -405,10 +406,10 @@ class Builder:
         is_copy: bool = False,
         is_alone: bool = False,
     ) -> Held[nn.Parameter]:
-        """Return a parameter with its placement and its copies: over replicas and tensor ranks that do not cut it.
+        """Return a parameter with its placement, and the axes of replicas and tensor ranks along which it is copied.
 
         Args:
-            is_copy: whether a device before this one holds the same.
+            is_copy: whether an earlier device holds the same parameter.
             is_alone: whether only the first tensor rank holds it.
         """
         copied = {"pp"} if is_copy else set()

@@ -1,4 +1,4 @@
-"""Runs steps: data to all processes, the passes of this device's program, sums of gradients, results."""
+"""Runs steps: distributes data, runs the passes of this device's program, sums gradients, and shares results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Executor:
     draws: Draws | None
     """None: layers draw no random numbers."""
     failed: Callable[[BaseException], None]
-    """Called with the error of a step in which other processes may be."""
+    """Called with the error when a step fails while other processes may be in it."""
     _evaluations: dict[int, Program] = field(default_factory=dict)
     """By number of sequences."""
 
@@ -101,8 +101,8 @@ class Executor:
 
     @contextmanager
     def _ending_with_all(self) -> Iterator[None]:
-        """End the run on all processes if one fails in here: the others are in other passes, and would wait for what a
-        loop that catches the error never sends."""
+        """End the run on all processes if one fails inside: the others are in other passes, and would wait for messages
+        that a loop which catches the error never sends."""
         try:
             yield
         except BaseException as error:
@@ -110,7 +110,7 @@ class Executor:
             raise
 
     def _evaluation(self, sequences: int) -> Program:
-        """Return the cached program that evaluates `sequences`: the walker knows programs by identity."""
+        """Return the cached program that evaluates `sequences` sequences: the walker identifies programs by id."""
         evaluation = self.plan.layout.evaluation
         microbatches = min(sequences, evaluation.microbatches)
         if microbatches not in self._evaluations:
@@ -120,7 +120,7 @@ class Executor:
         return self._evaluations[microbatches]
 
     def forget_evaluations(self) -> None:
-        """Follow another layout of the plan."""
+        """Discard cached programs after the plan's layout has changed."""
         self._evaluations.clear()
 
 
@@ -144,7 +144,7 @@ def make_executor(
 
     Args:
         entropy: whether the output layer computes it.
-        load: counts what tokens choose among experts; None for a model without.
+        load: counts the experts that tokens choose; None for a model without experts.
         on_first_rank: names of parameters that only the first tensor rank holds.
     """
     description, layout = plan.description, plan.layout

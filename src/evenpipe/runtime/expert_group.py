@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 def spread_experts(description: Description, groups: Groups, recipe: Recipe) -> Spread | None:
-    """Return how this process shares experts with the other members of its group; None for one.
+    """Return how this process shares experts with the other members of its group; None if it is the only one.
 
     Raises:
-        InputError: on every process: such a model, or such a recipe, has none that can be shared.
+        InputError: on every process, if the model or the recipe has no experts that can be shared.
     """
     if groups.experts is None:
         return None
@@ -50,7 +50,7 @@ def _layer(description: Description, members: int, recipe: Recipe) -> Layer:
 
 
 def count_choices(description: Description, groups: Groups, tensor_rank: int) -> Load | None:
-    """Return what counts the choices of tokens; None for a model without experts that transformers can replace."""
+    """Return the counter of tokens' choices; None for a model without experts that transformers can replace."""
     names = {} if description.config is None else names_of_experts(description)
     if not names:
         return None

@@ -1,22 +1,22 @@
-"""Hooks that users register on parameters: a step calls them as one `backward` of its whole batch would.
+"""Gradient hooks that users register on parameters: a step calls them as a single `backward` of its batch would.
 
-A gradient of a step comes in parts: from microbatches, from I or W, in the dtype of the computation or through a queue
-beside autograd, and from other processes. So autograd must not call these hooks during the passes. Instead:
+A gradient of a step is computed in parts: by microbatches, by I or W, in the compute dtype or through a queue outside
+autograd, and by other processes. So autograd must not call these hooks during the passes. Instead:
 
     before the passes   the hooks of a parameter and its `.grad` are set aside
     the passes, sums    `.grad` becomes the gradient of this step, complete for what this process holds
-    after the result    one backward hands these gradients to the parameters: autograd calls the hooks, adds to `.grad`
+    after the result    one backward gives these gradients to the parameters: autograd calls hooks, adds to `.grad`
 
-That backward is a chain of functions, one for each parameter with a hook, last parameter of the model first. It is a
-real one, so a hook may do anything that it may do in one process: `register_multi_grad_hook` works, and so does
-`queue_callback`. It copies no gradient. It runs after the last collective of the step: a hook that fails on one process
-leaves no other one waiting.
+That backward is a chain of functions, one for each parameter with a hook, from the last parameter of the model to the
+first. It is a real backward, so a hook may do anything that it may do in a single process: `register_multi_grad_hook`
+and `queue_callback` work. It copies no gradient. It runs after the last collective of the step, so a hook that fails on
+one process leaves no other process waiting.
 
     anchor -> [embedding] -> [layer 0] -> ... -> [head] -> end      forward: builds the chain
                    |             |                 |
                AccumulateGrad of each parameter                     backward: from the end
 
-Hooks on the node AccumulateGrad itself cannot be seen from Python. They are not called once per step.
+Hooks on an AccumulateGrad node itself are invisible from Python, and are not called once per step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def lost_hooks(model: nn.Module) -> str | None:
-    """Return what to say about hooks on the parameters of a live model, whose weights are copied; None without any."""
+    """Return a warning about hooks on the parameters of a live model, whose weights are copied; None without hooks."""
     names = [name for name, parameter in model.named_parameters() if any(getattr(parameter, kind) for kind in KINDS)]
     if not names:
         return None
@@ -52,8 +52,8 @@ def lost_hooks(model: nn.Module) -> str | None:
 def set_aside(hooked: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
     """Keep the hooks of these parameters and the gradients of earlier steps out of the step inside.
 
-    Yields a dictionary that has the gradients of the step afterwards, by name. Hooks and earlier gradients are put back
-    in any case.
+    Yields a dictionary that afterwards contains the gradients of the step, by name. Hooks and earlier gradients are
+    restored in any case.
     """
     gradients: dict[str, Tensor] = {}
     aside = []
@@ -78,11 +78,11 @@ def call_hooks(hooked: Mapping[str, nn.Parameter], gradients: dict[str, Tensor])
 
     Args:
         hooked: in the order of the model.
-        gradients: by name, of those that have one; it is empty afterwards.
+        gradients: by name, for parameters that have one; empty afterwards.
 
     Raises:
-        InputError: a hook returned something that cannot be the gradient; the sentence names the parameter.
-        Exception: of a hook, with a note that names the parameter.
+        InputError: a hook returned something that cannot be a gradient; the message names the parameter.
+        Exception: raised by a hook, with a note that names the parameter.
     """
     reached = ""
 
@@ -95,7 +95,7 @@ def call_hooks(hooked: Mapping[str, nn.Parameter], gradients: dict[str, Tensor])
     if not parameters:
         return
     with torch.enable_grad(), _checked(parameters):
-        end = next(iter(gradients.values())).new_empty(0)  # on the device of the parameters: one thread runs all
+        end = next(iter(gradients.values())).new_empty(0)  # on the parameters' device, so that one thread runs all
         for name, parameter in parameters.items():
             end = _Give.apply(end, parameter, take, name)
         try:
@@ -122,9 +122,9 @@ class _Give(torch.autograd.Function):
 
 @contextmanager
 def _checked(hooked: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Check inside what hooks return; torch's own message does not say whose hook it was.
+    """Check what hooks return inside the context; torch's own message does not name the parameter.
 
-    They are exchanged in their own dictionaries, since these belong to the handles by which hooks are removed.
+    Hooks are replaced in their own dictionaries, because the handles that remove hooks refer to these.
     """
     unchecked = []
     for name, parameter in hooked.items():

@@ -1,7 +1,7 @@
-"""Handlers of the hops between stages: what travels along an edge for one unit, and back.
+"""Handlers of the hops between stages: what an edge carries for one unit, forward and back.
 
-forward    the tensors that the stages say; with a router loss its totals [2E+1] fp32
-back       gradients of those that have any; with a router loss the gradient of its probabilities [E] fp32
+forward    the tensors that the stages declare; with a router loss, its totals [2E+1] fp32
+back       the gradients of those that have one; with a router loss, the gradient of its probabilities [E] fp32
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from evenpipe.schedule.placement import Edge
 
 
 class HasEdges(Protocol):
-    """The end of an edge."""
+    """An end of an edge."""
 
     @property
     def incoming(self) -> EdgeSpec:
-        """What each edge that leads to the stage carries."""
+        """What each incoming edge of the stage carries."""
         ...
 
     @property
     def outgoing(self) -> EdgeSpec:
-        """What each edge that leaves it carries."""
+        """What each outgoing edge carries."""
         ...
 
 
 def check_edges(stages: Mapping[int, HasEdges], edges: Iterable[Edge], groups: Groups) -> None:
-    """Compare what both ends of every edge say, on all processes. Collective.
+    """Compare what both ends of every edge declare, on all processes. Collective.
 
     Raises:
         InputError: on every process, if they differ.
@@ -80,13 +80,13 @@ class Hops:
         }
 
     def begin(self, row: Row, batch: Batch) -> None:
-        """Start a step. `sizes`: by unit, sequences and tokens of this process."""
+        """Start a step. `sizes`: for each unit, the numbers of sequences and tokens of this process."""
         self._row, ranks = row, self._transport.tensor_ranks
         shapes = [microbatch.token_ids.shape for microbatch in batch.microbatches]
         self.sizes = [(sequences, tokens // ranks) for sequences, tokens in shapes]
 
     def buffer(self, form: EdgeTensor, unit: int, make: Callable[..., Tensor] = torch.empty) -> Tensor:
-        """Return a new tensor of this process for one unit."""
+        """Return a new tensor of this form for a unit, with the sizes of this process."""
         return make(form.sizes(*self.sizes[unit]), dtype=form.dtype, device=self._transport.torch_device)
 
     def _send(self, item: Transfer) -> None:

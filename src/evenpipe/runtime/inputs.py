@@ -1,4 +1,4 @@
-"""What a caller gives for one step, and what is accepted."""
+"""The inputs of a step, and their validation."""
 
 from __future__ import annotations
 
@@ -33,39 +33,40 @@ class Inputs:
     attention_mask: Tensor | None = None
     token_weights: Tensor | None = None
     accumulate: int | None = None
-    """Number of steps whose gradients are added up before one update; None: not given."""
+    """Number of steps whose gradients are accumulated before an update; None if not given."""
     separate: bool = False
-    """Documents of a row are trained as if each were alone."""
+    """Whether the documents of a row are trained independently of each other."""
     total_tokens: float | None = None
-    """Total weight of the labels of an update, over its steps and all replicas; None: not given."""
+    """Total weight of the labels of an update, over its steps and all replicas; None if not given."""
     batch: Mapping[str, Any] | None = None
-    """Tensors by name, instead of `input_ids` and others, until `unpacked`."""
+    """Tensors by name, instead of `input_ids` and so on, until `unpacked`."""
 
     @classmethod
     def of(cls, batch: Tensor | Mapping[str, Any] | None, *tensors: Any, **options: Any) -> Inputs:
-        """Return the inputs of a call, whose first argument is `input_ids` or all tensors by name."""
+        """Return the inputs of a call whose first argument is `input_ids` or a mapping of all tensors by name."""
         if isinstance(batch, Mapping):
             return replace(cls(None, *tensors, **options), batch=batch)
         return cls(batch, *tensors, **options)
 
     @property
     def steps(self) -> int:
-        """Of an update."""
+        """Number of steps per update."""
         return 1 if self.accumulate is None else self.accumulate
 
 
 class Divisor(NamedTuple):
-    """What the number of tokens of a sequence must be a multiple of."""
+    """The constraint on the number of tokens of a sequence, which must be a multiple of `number`."""
 
     number: int
     minimum: int
-    """The fewest tokens."""
+    """The smallest number of tokens."""
     reason: str
-    """For messages: where it comes from."""
+    """Where the constraint comes from, for messages."""
 
     @classmethod
     def of(cls, sizes: Parallelism, slices: int) -> Divisor:
-        """Tensor ranks share the tokens of a piece; each context rank has two equal chunks of every slice."""
+        """Return the divisor: tensor ranks share the tokens of a piece; each context rank has two equal chunks of every
+        slice."""
         number = divisor_of(sizes.cp, sizes.tp)
         parts = [
             *([f"two chunks for each of {sizes.cp} context ranks"] if sizes.cp > 1 else []),
@@ -79,10 +80,10 @@ WHOLE = Divisor(1, 1, "")
 
 
 def unpacked(inputs: Inputs) -> Inputs:
-    """Return the same inputs, with the tensors of `batch` in their places.
+    """Return the same inputs with the tensors of `batch` in their fields.
 
     Raises:
-        InputError: a batch with another name, with one that is also an argument, or without token ids.
+        InputError: the batch has an unknown name, a name that is also given as an argument, or no token ids.
     """
     if inputs.batch is None:
         return inputs
@@ -103,10 +104,10 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
 
     Args:
         microbatches: the number of sequences must be a multiple of it.
-        tokens: what the number of tokens must be a multiple of.
+        tokens: the constraint on the number of tokens.
 
     Raises:
-        InputError: a shape, a dtype or a value is off; the sentence names the argument, what it is and what it may be.
+        InputError: a shape, dtype or value is wrong; the message names the argument, its value and the accepted ones.
     """
     input_ids, labels, position_ids, attention_mask, token_weights = fields_of(inputs)
     vocabulary, maximum_length = model.vocabulary_size, model.maximum_length
@@ -163,7 +164,7 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
             expected = f"{list(input_ids.shape)}" + (f" {dtype}" if dtype else "")
             raise InputError(f"{name} is {list(tensor.shape)} {tensor.dtype}; it must be {expected}, as input_ids")
     counted = None if labels is None else labels[labels != IGNORE_INDEX]
-    if counted is None and high >= model.head_rows:  # a token that is only read, such as that of an image
+    if counted is None and high >= model.head_rows:  # a token that is only an input, such as that of an image
         counted = input_ids[:, 1:] if attention_mask is None else input_ids[:, 1:][attention_mask[:, 1:] != 0]
     from_ids = ", a token of input_ids" if labels is None else ""
     if counted is not None and (wrong := outside(counted, model.head_rows)) is not None:
@@ -219,10 +220,10 @@ def _check_mask(attention_mask: Tensor, *, separate: bool) -> None:
 
 
 def with_positions(inputs: Inputs, model: Description) -> Inputs:
-    """With the position ids that a model makes of token ids itself, where it does.
+    """Return the inputs with the position ids that the model itself derives from token ids, if it does.
 
     Raises:
-        InputError: it has none for so many tokens.
+        InputError: the model has no positions for this number of tokens.
     """
     if inputs.position_ids is not None or inputs.input_ids is None:
         return inputs
@@ -241,7 +242,8 @@ def fields_of(inputs: Inputs) -> tuple[Tensor | None, ...]:
 
 
 def with_labels(inputs: Inputs) -> Inputs:
-    """With labels, by default those of all tokens but padding. The first tokens of separate documents have none."""
+    """Return the inputs with labels: by default all tokens except padding. The first tokens of separate documents have
+    none."""
     labels, documents = inputs.labels, None
     if inputs.input_ids is None:
         return inputs

@@ -1,4 +1,4 @@
-"""What a process holds of a model between steps: parameters, whole tensors from all processes, checkpoints, export."""
+"""A process's part of a model between steps: parameters, gathering of whole tensors, checkpoints and export."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class ModelState:
-    """The part of a model that a process holds, and its way to the other parts."""
+    """The part of a model that a process holds, and access to the other parts."""
 
     description: Description
     held: HeldModel
@@ -50,15 +50,15 @@ class ModelState:
     is_first: bool
     """Whether this is the first process of all."""
     sharded: bool
-    """Whether replicas share the rows of parameters."""
+    """Whether parameters are sharded by rows over replicas."""
     origin: Origin
     """What the model was made from: its files on the first process, the dtypes of this process's tensors."""
     drawn_by: Callable[[], Mapping[str, Any]] | None
-    """Says what the random numbers of layers depend on; None: they draw none."""
+    """Returns what the random numbers of layers depend on; None if layers draw none."""
 
     @property
     def spread_over(self) -> tuple[str, ...]:
-        """The axes over which the parameters of a whole model are spread."""
+        """The axes over which the parameters of the model are spread."""
         return ("pp", "tp", *COPIES) if self.sharded or self.grid.size("ep") > 1 else ("pp", "tp")
 
     @property
@@ -73,7 +73,7 @@ class ModelState:
             yield HeldParameter(name, shard.tensor, shard.placement, self.groups.over(*axes))
 
     def name_of_a_part(self) -> str | None:
-        """Return the name of a parameter of which other processes hold rows; None if there is none."""
+        """Return the name of a parameter of which other processes hold rows; None without any."""
         return next((parameter.name for parameter in self.held_parameters() if parameter.communicator), None)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -174,7 +174,7 @@ class ModelState:
 
     def _whole_origin(self) -> Origin:
         """Return what the model was made from, with the dtypes of all tensors. Collective."""
-        if self.description.source is None:  # every process knows all of a live model
+        if self.description.source is None:  # with a live model, every process knows them all
             return self.origin
         local_dtypes = {name: dtype_name(dtype) for name, dtype in self.origin.dtypes.items()}
         tables = values_of_members(self.groups.everyone, local_dtypes, "the dtypes of the model's weights")
@@ -203,7 +203,7 @@ class ModelState:
                 written = dtype or (None if has_origin else self.parameter_dtype)
                 write_folder_metadata(description, path, written, self.origin)
                 save_tensors(path, disk_tensors(description, tensors))
-        except Exception as error:  # of disk, safetensors or transformers: all processes must raise it
+        except Exception as error:  # from disk, safetensors or transformers: all processes must raise it
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             fault = f"the model was not written to {str(path)!r}: {reason}"
         for _ in tensors:  # the other processes send; after a failure the first one must still receive

@@ -1,10 +1,10 @@
-"""Cuts every sequence of a batch: into slices, and each of these over the processes that share it. And keeps documents
-of a sequence apart, also of whole ones, if the model's own attention does not.
+"""Cuts every sequence of a batch into slices, and each slice over the processes that share it. Also keeps the documents
+of a sequence apart, even of an uncut one, if the model's own attention does not.
 
-slices      one after the other, of equal work: a token has more to look at, the later it stands
-processes   (context parallelism) equally many tokens of about equal work. Each slice is cut into chunks: of one
-            long document a process gets the first and the last, and so on inwards; of packed documents, whose work
-            is uneven in another way, eight smaller ones. A gather of keys allows any order.
+slices      consecutive, of equal work: the later a token, the more tokens it attends to
+processes   (context parallelism) the same number of tokens, of about equal work. Each slice is cut into chunks: of
+            one long document, a process gets the first and the last, and so on inwards; of packed documents, whose
+            work is uneven in another way, it gets eight smaller ones. A gather of keys allows any order.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class Cutter:
     ) -> None:
         """
         Args:
-            rows: by whose work slices are cut.
-            divisor: of which every slice has some tokens.
-            context: the processes that share every sequence; None for one.
-            separate: documents of a sequence do not see each other, whatever the model does.
+            rows: the work of a row, by which slices are cut.
+            divisor: the number of tokens of every slice is a multiple of it.
+            context: the processes that share every sequence; None for a single one.
+            separate: keep the documents of a sequence from attending to each other, whatever the model does.
         """
         self._rows, self._slices, self._divisor, self._separate = rows, slices, divisor, separate
         self.context = context
         self.ends: dict[int, Sequence[int]] = {}
-        """By length of a sequence, the number of tokens up to the end of each slice."""
+        """For each sequence length, the number of tokens up to the end of each slice."""
 
     def ends_of(self, length: int) -> Sequence[int]:
         """Return the number of tokens up to the end of each slice of a sequence."""
@@ -68,7 +68,7 @@ class Cutter:
         return self.ends[length]
 
     def pieces(self, batch: Batch) -> Batch:
-        """Return this process's pieces of a batch, slice by slice; its sizes stay those of the whole."""
+        """Return this process's pieces of a batch, slice by slice, with the sizes of the whole batch."""
         ends = self.ends_of(batch.sequence_length)
         pieces = [cut_microbatch for microbatch in batch.microbatches for cut_microbatch in self._cut(microbatch, ends)]
         return replace(batch, microbatches=tuple(pieces))
@@ -126,11 +126,13 @@ class Cutter:
 def make_cutter(
     description: Description, model: ModelCosts, slices: int, recipe: Recipe, groups: Groups, *, on_gpu: bool
 ) -> tuple[Cutter | None, str | None]:
-    """Return the cutter of a recipe, None for whole sequences, unless evenpipe's attention has to keep documents apart;
-    and what context ranks exchange and why, for a status line, None without any. Collective.
+    """Return the cutter of a recipe, and what context ranks exchange and why, for a status line. Collective.
+
+    The cutter is None for uncut sequences, unless evenpipe's attention has to keep documents apart. The text is None
+    without context ranks.
 
     Raises:
-        InputError: on every process: such a model, or such a recipe, cannot run on pieces of sequences.
+        InputError: on every process, if the model or the recipe cannot run on pieces of sequences.
     """
     separate, sizes = recipe.batch.separate, recipe.parallelism
     if slices > 1 or groups.context is not None:
@@ -168,12 +170,12 @@ def _refuse_unfit(description: Description, slices: int, recipe: Recipe) -> None
 
 
 def _needs_our_attention(description: Description, groups: Groups, *, on_gpu: bool) -> bool:
-    """Let the first process find out whether evenpipe's attention has to keep the documents of a sequence apart.
+    """Return whether evenpipe's attention has to keep the documents of a sequence apart; the first process decides.
 
     Collective over everyone.
 
     Raises:
-        InputError: on every process: they cannot be kept apart.
+        InputError: on every process, if they cannot be kept apart.
     """
     needed, fault = False, None
     if groups.everyone is None or groups.everyone.position == 0:

@@ -8,7 +8,7 @@ It composes
     ModelState      this process's part of it                   runtime/model_state.py, built by runtime/device.py
     Executor        the steps                                   runtime/executor.py
 
-and lets each do what its methods say.
+and delegates its methods to them.
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ logger = logging.getLogger(__name__)
 class Pipeline:
     """A causal language model spread over the processes of a pipeline, one per device.
 
-    Make it on every process, inside torchrun or `evenpipe.launch`, or in processes of your own with a process group. A
+    Create it on every process, inside torchrun or `evenpipe.launch`, or in your own processes with a process group. A
     single process without one makes a pipeline of one device. In processes that evenpipe did not start, a pipeline
     leaves signals, hooks and the allocator as they are and ends no process, unless `initialise_worker` was called.
 
-    How the model is spread, and in which order the devices compute, is a `Recipe`, which explains each of its options:
-    pass them one by one, or the whole recipe.
+    A `Recipe` describes how the model is spread and in which order the devices compute. It documents each of its
+    options: pass them individually, or pass a recipe.
 
         pipeline = Pipeline("Qwen/Qwen3-8B", schedule="zbv", microbatches=32)
         pipeline = Pipeline("Qwen/Qwen3-8B", recipe=Recipe.of(pp=8, schedule="zbv", microbatches=32))
@@ -115,7 +115,7 @@ class Pipeline:
         model: hub name or local folder (its weights are loaded), a transformers config (fresh weights, the same for
             every layout), or a live transformers model (its weights are copied, with what its modules have set; hooks
             and replaced modules are refused).
-        recipe: a whole recipe, in place of its single options; its `dp` and `pp` must be those of the processes.
+        recipe: a recipe, instead of its individual options; its `dp` and `pp` must be those of the processes.
         mesh: a DeviceMesh with an axis "pp", an axis "dp" for several pipelines side by side, and an axis "tp" for
             several processes per device; default: all processes, with neighbours in one device.
         loss: label smoothing, z-loss and other options of the loss. Logit scale and soft-cap come from the model,
@@ -126,20 +126,20 @@ class Pipeline:
         torch_device: device on which this process computes. The first open pipeline of a process, or
             `initialise_worker` before it, decides the default for later ones: its own GPU if there is one, else the
             CPU. Later pipelines must not use another GPU.
-        self_check: before anything else, compare a cut and a whole shrunken copy of the model on the first process, and
-            a short forward of a live model with that of a model built from its config.
-        spec: a `ModelSpec`, or a function of the config that returns it: answers about the model's family, for one that
-            `describe` does not find out how to cut.
+        self_check: before anything else, compare cut and uncut small copies of the model on the first process, and a
+            short forward of a live model with that of a model built from its config.
+        spec: a `ModelSpec`, or a function of the config that returns one: facts about the model's family, if `describe`
+            cannot determine how to cut it.
         trust_remote_code: run Python code that comes with a hub model.
-        transforms: changes of its layers, in this order, such as adapters (`evenpipe.LayerTransform`).
-        timeout_seconds: maximum seconds of every single wait.
+        transforms: changes to its layers, such as adapters, applied in this order (`evenpipe.LayerTransform`).
+        timeout_seconds: maximum seconds of each wait.
         schedule: order of the passes: a name such as "zbv", an order, a program, a CSV file, a function, or a schedule
             of torch; default: "1f1b".
         schedule_options: options of a named schedule: `stages_per_device`, `group_size`, `max_in_flight`.
         vocabulary: "balanced" (= "vocab-2"; the default), "vocab-1", "interlaced", "redistribute" or "first-last".
         microbatches: number of equal parts of every batch; default: 4 per device, or the number in the given order.
-        dp, pp, cp, tp, ep: sizes of the axes; default: those of the mesh, else one for each but `pp`, which has the
-            processes that are left. `dp`: pipelines side by side, each with the whole model and its own data; `pp`:
+        dp, pp, cp, tp, ep: sizes of the axes; default: those of the mesh, else 1 for each but `pp`, which gets the
+            remaining processes. `dp`: pipelines side by side, each with the whole model and its own data; `pp`:
             devices of a pipeline; `cp`: processes that share every sequence; `tp`: processes of a device, which share
             every layer and the rows of both vocabulary layers; `ep`: neighbouring replicas that share the experts of
             every layer.
@@ -148,15 +148,15 @@ class Pipeline:
         activation_checkpointing: "none" (the default), "full" or "selective" for all layers, or one of them per layer.
         compile_layers: run every layer through torch.compile.
         costs: measured pass times for arranging the schedule.
-        arrange, sequence_length: what arranges it without `costs`, as in `Recipe`, for sequences of so many tokens.
+        arrange, sequence_length: how to arrange it without `costs`, as in `Recipe`, and for which sequence length.
         communicators: "per-kind", "per-pair" or "one", as in `Recipe`; default: "per-kind".
         nccl: `NcclOptions`: priority and channels of communication on GPUs.
-        offload: `OffloadOptions`: activations on the host; default: those that the order moves.
+        offload: `OffloadOptions` for activations on the host; default: those that the order moves.
         context_exchange, tensor_overlap, slices, documents: as in `Parallelism` and `BatchShape`.
 
     Raises:
-        InputError: a value that is not accepted; the sentence names it.
-        TypeError: an unknown argument; the sentence names the nearest one.
+        InputError: a value is not accepted; the message names it.
+        TypeError: an argument is unknown; the message names the nearest one.
     """
 
     def __init__(
@@ -265,19 +265,19 @@ class Pipeline:
     ) -> Pipeline:
         """Make a pipeline of plain modules; their weights are copied.
 
-        Layers may hand on further tensors besides the hidden states, each with a shape and dtype of its own:
+        Layers may pass on further tensors besides the hidden states, each with its own shape and dtype:
 
             beside = [EdgeTensor("memory", ("sequences", "tokens", 16), torch.float64)]
 
         Then each layer returns the tuple (hidden, memory), and the next one is called with both. The first layer is
-        called with the hidden states only, and of what the last one returns only they are used.
+        called with the hidden states only, and only the hidden states that the last one returns are used.
 
         Args:
             embedding: weight [vocabulary, hidden_size].
             layers: each takes and returns hidden states [batch, sequence, hidden_size].
             norm: applied between the last layer and the head, or None.
             head: hidden_size -> vocabulary; tied if its weight is the embedding's.
-            beside: the tensors that layers return behind the hidden states, in order.
+            beside: the tensors that layers return after the hidden states, in order.
             options: as for `Pipeline`.
         """
         return cls(describe_modules(embedding, layers, norm, head, beside), **options)
@@ -363,14 +363,14 @@ class Pipeline:
         )
 
     def _broadcast(self, tensor: Tensor) -> None:
-        """Give all replicas the first one's weights of a live model: each may have drawn its own."""
+        """Broadcast the weights of the first replica's live model: each replica may have drawn its own."""
         assert self._groups.replicas is not None
         self._groups.replicas.broadcast(tensor, self._grid.at(dp=0, cp=0), "weights of the first replica").wait(
             "the first step"
         )
 
     def _check_architecture(self) -> None:
-        """Check the architecture on the first process; raise its error on all."""
+        """Check the architecture on the first process; raise its error on all processes."""
         fault = None
         if self._grid.is_first:
             fault = fault_of_architecture(self.description, self.layout.program.order, self.recipe)
@@ -388,7 +388,7 @@ class Pipeline:
 
     @property
     def _tied_twice(self) -> tuple[int, int] | None:
-        """The two devices that each have a copy of the one matrix of tied weights, if two have."""
+        """The two devices that each hold a copy of the tied matrix; None if it is held once."""
         placement = self.layout.program.placement
         ends = placement.first_device, placement.last_device
         return ends if self.description.tied and not self.layout.sharded and len({*ends}) > 1 else None
@@ -414,7 +414,7 @@ class Pipeline:
         return f"<Pipeline: {', '.join(parts)}>"
 
     def _repr_html_(self) -> str:
-        """Return a table for notebooks: layers and vocabulary rows of each device, from 0, the last one excluded."""
+        """Return a table for notebooks: layers and vocabulary rows of each device, as ranges with exclusive ends."""
         layout, rows = self.layout, []
         for device in range(self.devices):
             stages = layout.program.placement.stages_of(device)
@@ -426,14 +426,15 @@ class Pipeline:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe, with everything that was chosen by default or by costs."""
+        """The recipe, including everything that was chosen by default or from costs."""
         return self._plan.recipe
 
     @property
     def layout(self) -> Layout:
         """Where layers and vocabulary rows are, and the program of a step.
 
-        Another layout of the same placement, mode and communicators, set on all processes, runs from the next step on.
+        Another layout with the same placement, mode and communicators may be set on all processes; it is used from the
+        next step on.
         """
         return self._plan.layout
 
@@ -444,12 +445,12 @@ class Pipeline:
 
     @property
     def chosen_slices(self) -> str | None:
-        """Why sequences are cut into so many slices; None if the number was given."""
+        """Why sequences are cut into this number of slices; None if the number was given."""
         return self._plan.chosen_slices
 
     @property
     def microbatches(self) -> int:
-        """Equal parts of every batch."""
+        """Number of equal parts of each batch."""
         return self.recipe.microbatches
 
     @property
@@ -459,13 +460,13 @@ class Pipeline:
 
     @property
     def program(self) -> Program:
-        """The passes and transfers that every device executes in a step."""
+        """The passes and transfers that each device executes in a step."""
         return self.layout.program
 
     @property
     def order_matters(self) -> bool:
-        """Whether another order of the same passes changes gradients: in their last bits, where one device adds those
-        of both vocabulary layers up in one matrix.
+        """Whether another order of the same passes changes gradients: it changes their last bits where one device
+        accumulates the gradients of both vocabulary layers in one matrix.
 
         In all other models each parameter gets its gradients from one microbatch after the other, in any order. Random
         numbers of layers do not depend on it (`layers/random_state.py`).
@@ -479,35 +480,35 @@ class Pipeline:
 
     @property
     def _separate(self) -> bool:
-        """Whether documents of a sequence do not see each other."""
+        """Whether documents of a sequence are kept from attending to each other."""
         return self.recipe.batch.separate
 
     @property
     def expert_layers(self) -> tuple[str, ...]:
-        """Names of the modules of experts in the whole model, one for each layer that has some."""
+        """Names of the expert modules of the whole model, one for each layer that has experts."""
         return () if self._load is None else self._load.layers
 
     @property
     def keeps_documents_apart(self) -> str | None:
-        """What keeps separate documents of a sequence apart: "the model's attention" or "evenpipe's attention"; None if
-        they are joined."""
+        """What keeps the documents of a sequence apart: "the model's attention" or "evenpipe's attention"; None if they
+        attend to each other."""
         if not self._separate:
             return None
         return "the model's attention" if self._cutter is None else "evenpipe's attention"
 
     def slice_lengths(self, tokens: int) -> tuple[int, ...]:
-        """Return the tokens of each slice of a sequence of `tokens` tokens; they are a multiple of what `step` needs.
+        """Return the number of tokens of each slice of a sequence of `tokens` tokens, a multiple of what `step` needs.
 
-        Slices are cut so that the layers take equal time, by the costs of the recipe if these were measured on slices,
-        else by FLOPs.
+        Slices are cut so that layers take equal time on each, according to the recipe's costs if these were measured on
+        slices, else by FLOPs.
         """
         ends = (tokens,) if self._cutter is None else self._cutter.ends_of(tokens)
         return tuple(end - start for start, end in pairwise((0, *ends)))
 
     def trace(self, result: StepResult, **about: Any) -> Trace | None:
-        """Return the trace of a step with `record_passes` on the first process of the pipeline, None on the others.
+        """Return the trace of a step with `record_passes` on the first process of the pipeline, and None on the others.
 
-        With context ranks, each of them has a trace of its own.
+        Each context rank has its own trace.
 
         about: further facts for the reader of the trace. Collective.
         """
@@ -529,12 +530,12 @@ class Pipeline:
     def layout_by(self, costs: Costs) -> Layout:
         """Return the layout of this pipeline with its named schedule arranged by pass times, one F and B per stage.
 
-        Raises InputError if the pipeline runs a given order, or if the other one needs other communicators.
+        Raises InputError if the pipeline runs a given order, or if the new order needs other communicators.
         """
         return self._plan.layout_by(costs)
 
     def arrange(self, costs: Costs) -> None:
-        """From the next step on, run the order that these pass times arrange. Collective.
+        """From the next step on, run the order arranged by these pass times. Collective.
 
         Raises InputError as `layout_by`, and if processes give different pass times.
         """
@@ -547,14 +548,16 @@ class Pipeline:
         self.layout = layout
 
     def from_the_first(self, text: str | None, what: str) -> str | None:
-        """Return the text of the very first process on all of them; what: for the error of a process that waits for it
-        in vain. Collective."""
+        """Return the text of the very first process on all processes. Collective.
+
+        what: describes the text in the error of a process that waits for it in vain.
+        """
         return self._groups.from_the_first(text, what)
 
     def predict(self, vocabulary: str | None = None) -> Timeline:
-        """Simulate a step of this pipeline, or of it in another vocabulary mode. Times are in FLOPs per token.
+        """Simulate a step of this pipeline, optionally in another vocabulary mode. Times are in FLOPs per token.
 
-        The other mode keeps the layers of each stage, unless one of both is "redistribute".
+        Another mode keeps the layers of each stage, unless either mode is "redistribute".
         """
         return self._plan.predict(vocabulary)
 
@@ -579,11 +582,11 @@ class Pipeline:
         replicas, and the gradients are those of this mean. Parameters can be frozen between steps by their
         `requires_grad`, with the same value for a name on all processes that have the parameter. Collective.
 
-        Hooks of gradients on `parameters()` are called as by one backward of the whole batch: once for every parameter
-        with a gradient, at the end of the step, with the gradient of this step, complete for what this process holds.
+        Gradient hooks on `parameters()` are called as by a single backward of the whole batch: once for each parameter
+        with a gradient, at the end of the step, with this step's complete gradient of what this process holds.
 
-        An optimizer's update can use the gradients of several steps, which add up. With `total_tokens` they are those
-        of the mean over all labels of the update, as one step with all batches would give:
+        An optimizer's update can use the accumulated gradients of several steps. With `total_tokens` they are those of
+        the mean over all labels of the update, as one step with all batches would give:
 
             batches = [next(data) for _ in range(4)]
             total = sum(pipeline.count_labels(*batch) for batch in batches)
@@ -608,11 +611,11 @@ class Pipeline:
                 actions of the memory allocator.
 
         Raises:
-            InputError: a batch that is not accepted, `requires_grad` or hooks that differ between processes, or
-                autocast: no gradient has changed then. Or a hook returned something that cannot be the gradient: only
-                parameters whose hooks were called before have this step's.
-            RunError: a step has failed on another process, or on this one before. With several processes, any exception
-                in the middle of a step ends the run on all of them.
+            InputError: a batch is not accepted, `requires_grad` or hooks differ between processes, or autocast is on;
+                no gradient has changed then. Or a hook returned something that cannot be a gradient; then only the
+                parameters whose hooks were called earlier have this step's gradient.
+            RunError: a step has failed on another process, or earlier on this one. With several processes, any
+                exception in the middle of a step ends the run on all of them.
         """
         tensors = (input_ids, labels, position_ids, attention_mask, token_weights)
         inputs = Inputs.of(*tensors, accumulate, self._separate, total_tokens)
@@ -676,7 +679,7 @@ class Pipeline:
             self.close()  # which ends waits of others that only the connection can end
 
     def count_bytes(self) -> ByteCounter:
-        """Return a context that counts the bytes of all tensors of this process, for every pass of the steps inside.
+        """Return a context manager that counts the bytes of this process's tensors in every pass of the steps inside.
 
         Tensors of the pipeline count from the start: "parameters", their "copies" in another dtype, "gradients" and
         "buffers". Optimizer state counts only if it is created inside.
@@ -690,7 +693,7 @@ class Pipeline:
     # --- parameters ------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over (Hugging Face name, parameter) of this process; of vocabulary matrices, it has only rows."""
+        """Iterate over (Hugging Face name, parameter) of this process, which holds only rows of vocabulary matrices."""
         if self.devices > 1 or self.tensor_ranks > 1 or self._state.sharded:
             refuse_use_of_a_part(self._state.name_of_a_part)
         for name, shard in self._state.held.shards.items():
@@ -702,7 +705,7 @@ class Pipeline:
         Other processes have the rest of the model, so a norm or mean over these parameters differs between processes.
         Clip with `clip_grad_norm_`, which uses the norm of all gradients. The call
         `torch.nn.utils.clip_grad_norm_(pipeline.parameters(), ...)` raises InputError. If this process has only rows of
-        a matrix, so do `torch.optim.Adafactor` and `torch.optim.Muon`. A list of parameters that was made before is not
+        a matrix, so do `torch.optim.Adafactor` and `torch.optim.Muon`. A list of parameters made earlier is not
         detected.
         """
         return (parameter for _, parameter in self.named_parameters())
@@ -715,8 +718,8 @@ class Pipeline:
         return self._state.shards
 
     def held_parameters(self) -> Iterator[HeldParameter]:
-        """Iterate, for optimizers that need whole matrices, over this process's part of each parameter, with its
-        communicator to the processes with the other rows. The order is the same on all of them."""
+        """Iterate over this process's part of each parameter, with the communicator to the holders of the other rows,
+        for optimizers that need whole matrices. The order is the same on all of these processes."""
         return self._state.held_parameters()
 
     def zero_grad(self) -> None:
@@ -727,7 +730,7 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their norm over all devices is at most `max_norm`; return the norm before.
 
-        With an infinite `max_norm` it only measures. Collective; every process gets the same number.
+        With an infinite `max_norm` gradients are not scaled. Collective; every process gets the same number.
         """
         check_positive("max_norm", max_norm)
         return self._state.clip_grad_norm_(max_norm)
@@ -752,7 +755,7 @@ class Pipeline:
 
     @property
     def has_router_biases(self) -> bool:
-        """Whether a router of the model has a bias by which it only chooses experts."""
+        """Whether a router of the model has a bias that only affects which experts it chooses."""
         return any(map(is_router_bias, self.description.shapes))
 
     @property
@@ -768,8 +771,8 @@ class Pipeline:
     # --- whole tensors ---------------------------------------------------------------------------------------
 
     def stream_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over (name, whole gradient on the CPU) on the first process; on the others there is nothing, but
-        every process must exhaust it: a process that has not raises InputError in its next collective method."""
+        """Iterate over (name, whole gradient on the CPU) on the first process, and over nothing on the others. Every
+        process must exhaust the iterator; one that has not raises InputError in its next collective method."""
         return self._groups.stream("stream_gradients", self._state.whole_gradients())
 
     def stream_state(self) -> Iterator[tuple[str, Tensor]]:
@@ -860,7 +863,7 @@ class Pipeline:
         return self._state.load(checkpoint, optimizer, scheduler, drawn_otherwise=uncompiled if splits else None)
 
     def _drawn_by(self) -> dict[str, Any]:
-        """What the random numbers of layers depend on, besides the number of each step, in the words of messages."""
+        """What the random numbers of layers depend on besides each step's number, by the names used in messages."""
         return {
             "microbatches of all replicas": self.replicas * self.microbatches,
             "slices": self.layout.program.slices,
@@ -873,24 +876,24 @@ class Pipeline:
     def save_pretrained(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face folder that `from_pretrained` loads: safetensors, config and generation config.
 
-        A model that was loaded is written as it came, except for its weights: config.json and generation_config.json
-        are the same files, and every tensor has the dtype in which it was stored. A live model is written as its own
-        `save_pretrained` would write it. The tokenizer is not written: it has a `save_pretrained` of its own.
+        A loaded model is written as it was, except for its weights: config.json and generation_config.json are the same
+        files, and every tensor has the dtype in which it was stored. A live model is written as its own
+        `save_pretrained` would write it. The tokenizer is not written: it has its own `save_pretrained`.
 
         The first process writes one whole tensor at a time. Collective.
 
         Args:
-            dtype: dtype of the weights; default: that of the model which the pipeline was made from, so that masters of
+            dtype: dtype of the weights; default: that of the model from which the pipeline was made, so that masters of
                 16-bit weights are rounded; fresh weights have `parameter_dtype`. Parameters that transformers keeps in
-                fp32 beside 16-bit ones stay in fp32.
+                fp32 in 16-bit models stay in fp32.
 
         Raises:
-            InputError: the dtype is none that models have.
+            InputError: models are not stored in this dtype.
             RunError: the folder cannot be written, or the model consists of plain modules; raised on every process.
         """
         self._state.save_pretrained(path, dtype)
 
     def close(self) -> None:
-        """Destroy the communicators. No step may be running; the pipeline cannot step afterwards. Collective."""
+        """Destroy the communicators. No step may be running, and the pipeline cannot step afterwards. Collective."""
         self._closed = True
         self._closing.close()

@@ -1,8 +1,8 @@
 """The record of a device's step: when each pass computed, what it waited for, and when each transfer was issued.
 
 Times are those of this process's clock; `clock` measures the offsets between the clocks of processes, and `trace`
-merges the records of all devices. On a GPU the times are those of its stream: events are recorded in it while the step
-runs, and read afterwards. The walker takes two time stamps per pass, per wait and per transfer; everything else is done
+merges the records of all devices. On a GPU the times are those of its stream: events are recorded in the stream during
+the step, and read afterwards. The walker takes two time stamps per pass, wait and transfer; everything else is done
 after the step.
 """
 
@@ -27,16 +27,16 @@ class StepRecord:
     start: float = 0.0
     end: float = 0.0
     busy: float = 0.0
-    """Processor seconds of the main thread inside passes; on a GPU the time to launch them, not to run them."""
+    """CPU seconds of the main thread inside passes; on a GPU the time to launch them, not to run them."""
     passes: list[PassTime] = field(default_factory=list)
-    """This and the following fields are filled if the walker records, in the order of completion."""
+    """This and the following fields are filled only if the walker records, in the order of completion."""
     waits: list[WaitTime] = field(default_factory=list)
     transfers: list[TransferTime] = field(default_factory=list)
     copies: list[CopyTime] = field(default_factory=list)
     allocations: Allocations | None = None
     """None on a CPU."""
     clock: Conversion | None = None
-    """From this process's clock to the first one's."""
+    """From this process's clock to that of the first process."""
 
 
 COUNTERS = ("allocation.all.allocated", "num_device_alloc", "num_device_free", "num_alloc_retries")
@@ -47,11 +47,11 @@ class Recording:
     """Collects raw stamps while a step runs, in the order of completion.
 
     Attributes:
-        stamp: takes a time stamp, which is valid only after `finish`.
-        passes: pass, start, end, processor seconds.
+        stamp: takes a time stamp, which can be read only after `finish`.
+        passes: pass, start, end, CPU seconds.
         waits: text of the transfer or copy, text of the pass that needs it or "", start, end.
-        transfers: transfer, when it was issued, when the call returned.
-        copies: text of the pass that requested one, and two stamps.
+        transfers: transfer, time of issue, time when the call returned.
+        copies: text of the pass that requested the copy, and two stamps.
     """
 
     def __init__(self, torch_device: torch.device) -> None:
@@ -70,7 +70,7 @@ class Recording:
         self._first: Any = self.stamp()
 
     def finish(self, record: StepRecord) -> None:
-        """Put the collected data into `record`; on a GPU after all of it has run."""
+        """Store the collected data in `record`; on a GPU this waits until everything has run."""
         last = self.stamp()
         seconds = self._seconds()
         record.start, record.end = seconds(self._first), seconds(last)
@@ -93,7 +93,7 @@ class Recording:
             record.allocations = now.since(self._allocations)
 
     def _counted(self) -> Allocations | None:
-        """Return the counters of a GPU's allocator since the start of the process."""
+        """Return the counters of the GPU's allocator since the start of the process; None on a CPU."""
         if self._torch_device.type != "cuda":
             return None
         statistics = torch.cuda.memory_stats(self._torch_device)

@@ -1,9 +1,9 @@
-"""The work of a device, within a step, for the other processes that hold its parameters: replicas, with which it
-gathers and frees parameters and sums gradients; and, at the end, its tensor ranks and the other device with a copy of
-tied weights.
+"""What a device does in a step with the other processes that hold its parameters. With replicas it gathers and frees
+parameters and sums gradients. At the end it sums gradients with its tensor ranks and with the other device that has a
+copy of tied weights.
 
-The program says when to work for replicas: `UNSHARD`, `RESHARD`, `REDUCE_GRAD`. All replicas execute the same rows, so
-they issue these in the same order.
+The program says when to communicate with replicas: `UNSHARD`, `RESHARD`, `REDUCE_GRAD`. All replicas execute the same
+rows, so they issue these passes in the same order.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from evenpipe.schedule.sharding import Part, part_of, parts_of_matrices
 
 
 class Replicas:
-    """The parameters of a device that other processes hold, too."""
+    """The parameters of a device that other processes hold as well."""
 
     def __init__(self, held: HeldModel, program: Program, groups: Groups) -> None:
-        """program: any that runs here: its placement and vocabulary mode say which part a matrix belongs to."""
+        """program: any program that runs here; its placement and vocabulary mode say which part a matrix belongs to."""
         self._sharded: dict[Part, list[ShardedModule]] = defaultdict(list)
         self._sums: dict[Part, list[GradientReducer]] = defaultdict(list)
-        """Of parameters that are replicated."""
+        """Sums of the gradients of replicated parameters."""
         self._at_the_end: list[GradientReducer] = []
         placed = {shard.tensor: shard for shard in held.shards.values()}
         for held_part in held.parts:
@@ -55,17 +55,17 @@ class Replicas:
         self._gradients = False
 
     def follow_flags(self) -> None:
-        """Between steps: other parameters are trainable now, the same on all replicas."""
+        """Apply changed `requires_grad` flags, between steps. They are the same on all replicas."""
         for module in self._modules():
             module.follow_flags()
 
     def begin(self, *, gradients: bool) -> None:
-        """At the start of a walk; forget the remains of a failed one."""
+        """Start a walk; discard what a failed one has left."""
         self._gradients = gradients
         for module in self._modules():
             module.begin()
         if gradients:
-            for sums in reversed([*self._replicated(), *self._at_the_end]):  # what ends last has begun first
+            for sums in reversed([*self._replicated(), *self._at_the_end]):  # the sum that ends last begins first
                 sums.begin()
 
     def run(self, item: Pass) -> None:
@@ -83,12 +83,12 @@ class Replicas:
                 module.free()
 
     def ready(self, part: Part) -> None:
-        """Wait until a part that is being gathered is whole."""
+        """Wait until the all-gather of a part is complete."""
         for module in self._sharded[part]:
             module.ready()
 
     def finish(self) -> None:
-        """At the end of a walk: complete the sums, and put them in place."""
+        """End a walk: complete the sums, and store them as gradients."""
         for module in self._modules():
             module.finish()
         for sums in self._replicated():

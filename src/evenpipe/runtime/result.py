@@ -1,4 +1,4 @@
-"""The result of a step, some of it still being sent by the process that computed it."""
+"""The result of a step, parts of which may still be on their way from the process that computed them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StepResult:
     """The result of a step: `tokens` and `loss` of all replicas together, the same on every process."""
 
     tokens: int
-    """Valid tokens, that is positions with a label that counts, over all replicas."""
+    """Number of valid tokens (positions with a label that counts), over all replicas."""
     seconds: float
     """Seconds of this process, from the inputs to the last wait."""
     record: StepRecord
@@ -31,7 +31,7 @@ class StepResult:
     _router_loss: Work | None = field(default=None, repr=False)
     _entropy: Work | None = field(default=None, repr=False)
     _loss_factor: int = field(default=1, repr=False)
-    """The values are divided by it."""
+    """Means are multiplied by it."""
     _expert_load: Work | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
@@ -46,7 +46,7 @@ class StepResult:
     def loss(self) -> float:
         """Mean over the valid tokens of all replicas, with the loss options and the router loss of a mixture of
         experts. It is the loss of this step alone, even with `accumulate`; with `total_tokens` it is this step's share
-        of the update's loss, to which the shares of all steps add up. Reading it waits for it."""
+        of the update's loss, and the shares of all steps add up to that loss. Reading it waits for the result."""
         loss = self._loss.wait()
         return self._loss_factor * float(loss if self._router_loss is None else loss + self._router_loss.wait())
 
@@ -67,7 +67,7 @@ class StepResult:
 
     @property
     def expert_load(self) -> Tensor:
-        """How many tokens of this step have chosen each expert, over all replicas: [layers with experts, experts]
+        """Number of tokens of this step that chose each expert, over all replicas: [layers with experts, experts]
         int64, the layers as in `Pipeline.expert_layers`. Only from `step`, for models with experts; otherwise
         InputError."""
         if self._expert_load is None:
@@ -76,15 +76,15 @@ class StepResult:
 
     @property
     def log_probabilities(self) -> Tensor:
-        """Only from `evaluate`, for this pipeline's own batch: [batch, sequence], at position t that of the label at t
-        + 1, 0 if it does not count."""
+        """Log-probability of each label of this pipeline's own batch: [batch, sequence], at position t that of label
+        t + 1, or 0 if it does not count. Only from `evaluate`; otherwise InputError."""
         if not self._log_probabilities:
             raise InputError("log_probabilities: only evaluate() gives them, not step()")
         return torch.cat([chunk.wait() for chunk in self._log_probabilities]).view(self._shape)
 
 
 def html_table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table for notebooks, of plain texts."""
+    """Return an HTML table of plain texts, for notebooks."""
     lines = ["".join(f"<th>{escape(text)}</th>" for text in header)]
     lines += ["".join(f"<td>{escape(text)}</td>" for text in row) for row in rows]
     body = "".join(f"<tr>{line}</tr>" for line in lines)

@@ -20,15 +20,15 @@ from evenpipe.work import Done, Work
 
 
 class Results:
-    """Makes the result of each step, from what the output layer and the routers have left.
+    """Builds the result of each step from what the output layer and the routers have computed.
 
     Args:
         output: this device's rows of the output layer; None if it has none.
-        router_losses: of a model with a router loss; None for others.
-        pipelines: number of pipelines, of all replicas and pieces of sequences; their losses are added.
+        router_losses: for a model with a router loss; None for other models.
+        pipelines: number of pipelines, over all replicas and pieces of sequences; their losses are added.
         compute_dtype: of activations; losses are fp32, with fp64 activations fp64.
         entropy: whether the output layer computes it.
-        load: counts what tokens choose among experts; None for a model without.
+        load: counts the experts that tokens choose; None for a model without experts.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Results:
         self._entropy, self._load = entropy, load
 
     def of(self, batch: Batch, record: StepRecord, started: float, loss_factor: int, *, training: bool) -> StepResult:
-        """Return the result of a step that began at `started`, its means times `loss_factor`. What the layers have left
-        is let go of."""
+        """Return the result of a step that began at `started`, with means times `loss_factor`, and release the results
+        that the layers hold."""
         output = self._output
         loss = self._mean(None if output is None else output.loss)
         entropy = self._mean(None if output is None else output.entropy) if self._entropy else None
@@ -93,7 +93,7 @@ class Results:
         ]
 
     def _in_order(self, slices: Sequence[Microbatch], shared: Sequence[Work]) -> Tensor:
-        """Return the values of whole rows, from those of every slice and of each context rank's piece of it."""
+        """Return the values of whole rows, assembled from all slices and each context rank's piece of them."""
         log_probabilities: Tensor | None = None
         for microbatch, values in zip(slices, shared, strict=True):
             sight, context = microbatch.sight, self._groups.context
@@ -111,15 +111,16 @@ class Results:
         return log_probabilities.flatten()
 
     def _share(self, value: Tensor | None, shape: tuple[int, ...]) -> Work:
-        """Share a result of the output layer. If it is sharded, all devices know it; else the last stage sends it."""
+        """Share a result of the output layer. With a sharded layer all devices know it; otherwise the last stage sends
+        it."""
         if self._layout.sharded:
             assert value is not None
             return Done(value)
         return self._groups.share(value, self._last, self.dtype, shape)
 
     def _mean(self, value: Tensor | None) -> Work:
-        """Share a mean. Token weights add up to 1 over all replicas, so the sum of their losses (entropies) is the
-        mean."""
+        """Share a mean. Token weights add up to 1 over all replicas, so the mean is the sum of the replicas' losses (or
+        entropies)."""
         if self._pipelines == 1:
             return self._share(value, ())
         return self._groups.share_sum(value, self._last, self.dtype)

@@ -1,8 +1,8 @@
-"""The router loss of a mixture of experts across stages: a few numbers of every hop.
+"""The router loss of a mixture of experts across stages: a few numbers in every hop.
 
-    F    totals of earlier layers ---> [2E+1] fp32 ---> totals with this stage's layers, sent on with the output
+    F    totals of earlier layers ---> [2E+1] fp32 ---> totals with this stage's layers, sent with the output
     F    of the last stage: the loss of this microbatch, and its gradient
-    B, I gradient                    ---> [E] fp32    ---> into this stage's backward, sent on with the input's gradient
+    B, I gradient                    ---> [E] fp32    ---> into this stage's backward, sent with the input's gradient
 
 Each microbatch has its own loss, like each batch in transformers; a step's loss is their mean.
 `evenpipe.model.router_loss` has the formulas, and why these numbers suffice.
@@ -23,12 +23,12 @@ from evenpipe.schedule import Program
 
 
 class RouterLosses:
-    """One device's part, for the walker, which sends the numbers with the hidden states and with their gradient.
+    """One device's part of the loss. The walker sends the numbers with the hidden states and with their gradient.
 
     Args:
-        replicas: pipelines side by side, which the mean includes.
-        tensor_ranks: processes of a device: each routes all tokens, and has its share of the gradient.
-        context: of the processes that share every sequence: each routes its own tokens. None for one.
+        replicas: number of replicas, over which the loss is averaged.
+        tensor_ranks: number of processes per device: each routes all tokens, and has its share of the gradient.
+        context: of the processes that share every sequence: each routes its own tokens. None for a single process.
     """
 
     def __init__(
@@ -42,21 +42,21 @@ class RouterLosses:
     ) -> None:
         self._loss, self._context = loss, context
         self.totals_form = EdgeTensor("router totals", (2 * loss.experts + 1,), torch.float32)
-        """What travels with the hidden states."""
+        """What is sent with the hidden states."""
         self.gradient_form = EdgeTensor("router gradient", (loss.experts,), torch.float32)
-        """What travels with their gradient."""
+        """What is sent with their gradient."""
         self._replicas, self._tensor_ranks = replicas, tensor_ranks
         self._torch_device = torch_device
         self.accumulate = 1
-        """Number of steps whose gradients are added up before one update."""
+        """Number of steps whose gradients are accumulated before an update."""
         self._totals: Tensor | None = None
         self._gradient: Tensor | None = None
         self._last_gradients: dict[int, Tensor] = {}
-        """By unit, the gradient of the last stage, from its F to its B or I."""
+        """For each unit, the gradient of the last stage, kept from its F to its B or I."""
         self._earlier: dict[int, Tensor] = {}
-        """By microbatch, the totals of its slices so far: the loss is that of whole sequences."""
+        """For each microbatch, the totals of its slices so far: the loss is that of whole sequences."""
         self.value: Tensor | None = None
-        """fp64, on the last stage's device: this step's loss with its coefficient, and its share of the mean over
+        """On the last stage's device, fp64: this step's loss times its coefficient and its share of the mean over
         replicas and accumulated steps."""
 
     def begin(self, program: Program) -> None:
@@ -67,22 +67,22 @@ class RouterLosses:
         self.clear()
 
     def clear(self) -> None:
-        """Release the last step's loss, and its inputs."""
+        """Release the loss of the last step, and its inputs."""
         self._totals = self._gradient = self.value = None
         self._last_gradients.clear()
         self._earlier.clear()
 
     @property
     def left(self) -> tuple[int, ...]:
-        """Return units whose gradient has not been used, and microbatches without a loss."""
+        """Return units whose gradient has not been used, and microbatches whose loss is incomplete."""
         return *self._last_gradients, *self._earlier
 
     def before_forward(self, totals: Tensor | None = None) -> None:
-        """Before F. totals: of earlier stages; None for the first stage."""
+        """Prepare F. totals: of earlier stages; None for the first stage."""
         self._totals = self._loss.start(self._torch_device) if totals is None else totals
 
     def after_forward(self, stage: int, unit: int) -> tuple[Tensor, ...]:
-        """Return the totals that travel on; none from the last stage, whose loss is computed instead."""
+        """Return the totals to send on; on the last stage, compute the loss and return nothing."""
         totals, self._totals = self._totals, None
         assert totals is not None
         if stage < self._last_stage:
@@ -106,7 +106,7 @@ class RouterLosses:
         return ()
 
     def before_backward(self, unit: int, gradient: Tensor | None = None) -> Tensor:
-        """Before B or I. gradient: of the next stage, None for the last one. Return what travels on."""
+        """Prepare B or I. Return the gradient to send on. gradient: of the next stage; None for the last one."""
         self._gradient = self._last_gradients.pop(unit) if gradient is None else gradient
         return self._gradient
 

@@ -1,4 +1,4 @@
-"""The row of a program as its device executes it: everything that is known before the first step, looked up once."""
+"""A device's row of a program, in the form in which it is executed: everything known in advance is looked up once."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Step:
     """Called with the item."""
     text: str
     arrived: tuple[Transfer, ...]
-    """Transfers that this device has sent and that have certainly arrived when a pass has its inputs."""
+    """Transfers sent by this device that have certainly arrived once a pass has its inputs."""
     takes: int = 0
-    """Values that a pass takes out."""
+    """Number of values that a pass takes."""
     makes: int = 0
-    """Values that it stores."""
+    """Number of values that it stores."""
     adds: int = 0
-    """Stage activations that are in flight more after it than before."""
+    """Change of the number of stage activations in flight."""
     awaits: tuple[Part, ...] = ()
-    """Parameters that are being gathered, and that a pass is the first to use."""
+    """Parameters in an all-gather whose first user is this pass."""
 
 
 class Row:
@@ -46,7 +46,7 @@ class Row:
         passes: Mapping[Kind, Callable[[Pass], None]],
         transfers: Mapping[TransferKind, Callable[[Transfer], None]],
     ) -> None:
-        """`passes` and `transfers`: the handler of each kind."""
+        """passes, transfers: the handler of each kind."""
         validate_program(program)
         self.program, self._slices = program, program.slices
         placement = program.placement
@@ -55,18 +55,18 @@ class Row:
         self.edges_in: dict[int, tuple[Edge, ...]] = {
             stage: tuple((source, stage) for source in placement.predecessors(stage)) for stage in stages
         }
-        """By stage, the edges that lead to it; the first stage has none."""
+        """Incoming edges of each stage; the first stage has none."""
         self.edges_out: dict[int, tuple[Edge, ...]] = {
             stage: tuple((stage, target) for target in placement.successors(stage)) for stage in stages
         }
-        """By stage, the edges that leave it; the last stage has none."""
+        """Outgoing edges of each stage; the last stage has none."""
         self.gradients = not program.forward_only
         self.split: set[StageUnit] = set()
-        """Split backwards (I and W)."""
+        """Stages and units whose backward is split into I and W."""
         self.recomputed: set[StageUnit] = set()
-        """Those with R."""
+        """Stages and units with R."""
         self.offloaded: set[StageUnit] = set()
-        """Those with O, D and L."""
+        """Stages and units with O, D and L."""
         arrived = releases(program, device)
         value_flows = list(flows(placement, program.vocabulary, forward_only=program.forward_only))
         takes = Counter(site for flow in value_flows for site in flow.consumers)
@@ -97,20 +97,20 @@ class Row:
         self.steps = tuple(steps)
 
     def unit(self, item: Item) -> int:
-        """Return the unit that an item is about."""
+        """Return the unit of an item."""
         return unit_of(item, self._slices)
 
     def edge(self, item: Transfer) -> Edge:
-        """Return the edge of a hop, as the data travels."""
+        """Return the edge of a hop, in the direction of the data."""
         stage, peer = item.stage, item.peer
         assert stage is not None
-        if peer is None:  # the only one there
+        if peer is None:  # the stage has only one
             forward = item.kind in (TransferKind.SEND_F, TransferKind.RECV_B)
             peer = self.edges_out[stage][0][1] if forward else self.edges_in[stage][0][0]
         return (stage, peer) if item.kind in (TransferKind.SEND_F, TransferKind.SEND_B) else (peer, stage)
 
     def stage_unit(self, item: Pass) -> StageUnit:
-        """Return stage and unit of a pass of a stage."""
+        """Return the stage and unit of a stage's pass."""
         assert item.stage is not None
         return item.stage, unit_of(item, self._slices)
 
@@ -120,7 +120,7 @@ class Row:
 
 
 def validate_program(program: Program) -> None:
-    """Raise InputError for a program that the runtime cannot execute, though it is sound."""
+    """Raise InputError for a valid program that the runtime cannot execute."""
     if not program.placement.is_chain:
         raise InputError(
             "schedule: a graph of stages can be planned, simulated and drawn, but the runtime trains a chain only;"
@@ -129,7 +129,7 @@ def validate_program(program: Program) -> None:
 
 
 def _fits(item: Item, program: Program) -> bool:
-    """Return whether an item has a microbatch, as the walker assumes, and belongs to training only in a training
+    """Return whether an item has the fields that the walker assumes, and backward passes occur only in a training
     program. All other faults of a program make the walker fail."""
     index = item.microbatch
     if item.kind is Kind.OVERLAP_F_B:

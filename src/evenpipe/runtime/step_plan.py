@@ -1,4 +1,4 @@
-"""What every device computes in a step: decided before anything is built, the same on every process."""
+"""What every device computes in a step. It is decided before anything is built, and is the same on every process."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 @dataclass(slots=True)
 class StepPlan:
-    """The recipe of a model, and the layout that it gives."""
+    """The recipe of a model, and the resulting layout."""
 
     description: Description
     recipe: Recipe
     costs: ModelCosts
-    """By which a recipe without `costs` is arranged."""
+    """The costs by which a recipe without `costs` is arranged."""
     layout: Layout
     chosen_slices: str | None
-    """Why sequences are cut into so many slices; None if the number was given."""
+    """Why sequences are cut into this number of slices; None if the number was given."""
     checkpointing: tuple[str, ...]
-    """By layer of the model."""
+    """For each layer of the model."""
 
     @property
     def moves_activations(self) -> list[bool]:
@@ -50,7 +50,7 @@ class StepPlan:
     def layout_by(self, costs: Costs) -> Layout:
         """Return the layout with the named schedule arranged by pass times, one F and B per stage.
 
-        Raises InputError if the recipe has an order of its own, or if the other order needs other communicators.
+        Raises InputError if the recipe has a given order, or if the new order needs other communicators.
         """
         if not isinstance(self.recipe.schedule, str):
             raise InputError("arrange: this pipeline runs a given order, expected one with a named schedule")
@@ -65,8 +65,10 @@ class StepPlan:
         return layout
 
     def predict(self, vocabulary: str | None) -> Timeline:
-        """Simulate a step, by FLOPs per token; `vocabulary`: in another mode, with the same layers in each stage unless
-        one of both modes is "redistribute"."""
+        """Simulate a step, with times in FLOPs per token.
+
+        vocabulary: another mode to simulate, with the same layers in each stage unless either mode is "redistribute".
+        """
         layout = self.layout
         if vocabulary is not None and VocabularyMode.of(vocabulary) != layout.mode:
             recuts = "redistribute" in (layout.mode, vocabulary) and len(layout.layers) <= self.description.layers
@@ -91,9 +93,9 @@ def plan_step(
     loss: LossOptions,
     logs: bool,
 ) -> StepPlan:
-    """Return what every device computes. logs: whether this process logs what was chosen and what has no effect.
+    """Return what every device computes. logs: whether this process logs choices and options without effect.
 
-    Raises InputError for a recipe that does not fit the model, and StoreError if the store of the processes is gone.
+    Raises InputError for a recipe that does not fit the model, and StoreError if the processes have lost their store.
     """
     checkpointing = tuple(recipe.checkpointing_of(description.layers))
     check_choices(checkpointing)
@@ -119,8 +121,8 @@ def plan_step(
 
 
 def _gpu_of_all(worker: Worker) -> Hardware | None:
-    """Return the GPU of the process that asks first, if it is a known one: all processes must arrange the same order,
-    even if their GPUs differ."""
+    """Return the GPU of the process that asks first, if it is known. All processes use it, so that they arrange the
+    same order even if their GPUs differ."""
     if worker.torch_device.type != "cuda":
         return None
     return known_gpu(worker.settle("GPU", torch.cuda.get_device_name(worker.torch_device)))

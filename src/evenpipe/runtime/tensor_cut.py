@@ -1,5 +1,5 @@
-"""Finds how layers are cut over the tensor ranks of a device, and how these exchange rows beside products: the same on
-every process."""
+"""Decides how layers are cut over the tensor ranks of a device, and how the exchange of rows overlaps with products.
+The result is the same on every process."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 def cut_layers(
     description: Description, groups: Groups, recipe: Recipe, check: bool, *, stages: int
 ) -> tuple[tuple[ModelCut, TensorRanks] | None, str | None]:
-    """Return the cut and the exchange of this device's ranks, and what runs their transfers beside products in F and I,
-    or why nothing does. None and None for one process per device. Collective.
+    """Return the cut and the exchange of this device's ranks, and what overlaps their transfers with products in F and
+    I, or why nothing does. None and None for one process per device. Collective.
 
     Args:
-        check: compare a small copy of the model, cut, with the whole one, on the first process.
-        stages: of the pipeline.
+        check: compare cut and uncut small copies of the model on the first process.
+        stages: number of stages of the pipeline.
 
     Raises:
-        InputError: on every process: the model cannot be cut, or would be trained wrongly; or the recipe asks for
-            transfers beside products that cannot run here.
+        InputError: on every process, if the model cannot be cut or would be trained wrongly, or if the recipe asks for
+            an overlap that cannot run here.
     """
     if groups.tensor is None or groups.everyone is None:
         return None, None
@@ -58,7 +58,8 @@ def cut_layers(
 
 
 def _overlap(exchange: TensorRanks, groups: Groups, recipe: Recipe) -> str:
-    """Let transfers run beside products, as the recipe asks and the machine can; return what does so."""
+    """Set up the overlap of transfers with products that the recipe asks for; return its description, or why there is
+    none."""
     requested = recipe.parallelism.tensor_overlap
     if requested == "none":
         return "none, as asked for"
@@ -78,15 +79,15 @@ def _overlap(exchange: TensorRanks, groups: Groups, recipe: Recipe) -> str:
 
 
 def names_on_first_rank(description: Description, tensor: tuple[ModelCut, TensorRanks] | None) -> set[str]:
-    """Return the names of parameters that only the first tensor rank of a device holds. tensor: as `cut_layers` has
-    returned it."""
+    """Return the names of parameters that only the first tensor rank of a device holds. tensor: as returned by
+    `cut_layers`."""
     if tensor is None:
         return set()
     return {name for index in range(description.layers) for name in tensor[0].alone(description, index)}
 
 
 def places_of(grid: Grid) -> dict[int, str]:
-    """Return what messages say of a process beside its number, by process; nothing if each is a device of its own."""
+    """Return for each process the text that messages add to its number. Empty if each process is its own device."""
     if grid.size("cp") == grid.size("tp") == grid.size("ep") == 1:
         return {}
     named = {"dp": "replica", "pp": "device", "cp": "context rank", "tp": "tensor rank"}

@@ -21,7 +21,7 @@ from evenpipe.schedule import Costs, Pass, Program
 from evenpipe.schedule.trace import Allocations, Clock, CopyTime, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
 
 Times = dict[str, Any]
-"""Times of one device as lists of numbers, without their passes and transfers, which follow from its row."""
+"""Times of one device as lists of numbers. Their passes and transfers are omitted: they follow from its row."""
 
 
 def gather_trace(
@@ -34,14 +34,14 @@ def gather_trace(
     costs: Costs | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Trace | None:
-    """Return the records of all devices, and of all their tensor ranks, for a step of `program` on the first process,
+    """Return on the first process the records of all devices and all their tensor ranks for a step of `program`, and
     None on the others. Collective over the communicator.
 
-    Every process sends its times, as text, to the first one of these members.
+    Every process sends its times, as text, to the first member.
 
-    communicator: of these members and maybe others; None for a single process.
+    communicator: of the members and possibly other processes; None for a single process.
     members: global ranks, device by device.
-    costs, about: as in `Trace`; those of the first process count.
+    costs, about: as in `Trace`; those of the first process are used.
     """
     local_times = _times(record)
     if communicator is None:
@@ -93,7 +93,7 @@ def _processor() -> str:
 
 
 def _times(record: StepRecord) -> Times:
-    """Return the times of this process, on the first one's clock."""
+    """Return the times of this process, on the clock of the first process."""
     convert = record.clock
     assert isinstance(convert, Conversion), "the step was not recorded"
     return {

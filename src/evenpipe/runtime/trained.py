@@ -1,11 +1,11 @@
 """Which parameters are trainable and which have hooks: read at the start of each step.
 
-A caller may freeze and unfreeze parameters between steps, and register hooks of their gradients. Processes that hold
-the same parameter, or parts of one, must agree: replicas do; so do the context ranks and the tensor ranks of a device;
-and the devices of a pipeline hold rows of the vocabulary matrices, or the tied one twice. If they did not, copies would
-diverge. A process cannot know about a change in another one, so every step compares: fingerprints of all flags of a
-process and of those that tensor ranks have in common, and the flags of the vocabulary matrices, which travel with the
-first numbers of the step (`batch.py`). If any differ, all processes gather their flags, to name the parameter.
+A caller may freeze and unfreeze parameters between steps, and register gradient hooks on them. Processes that hold the
+same parameter, or parts of it, must agree, or copies would diverge: replicas; the context ranks and the tensor ranks of
+a device; and the devices of a pipeline, which hold rows of the vocabulary matrices or two copies of the tied one. A
+process cannot know about a change in another one, so every step compares fingerprints of all flags of a process and of
+those that tensor ranks have in common, and the flags of the vocabulary matrices. They travel with the first numbers of
+the step (`batch.py`). If any differ, all processes gather their flags to name the parameter.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from evenpipe.errors import InputError
 from evenpipe.words import join
 
 FROZEN, TRAINED = 0, 1
-"""Flags of parameters; that of a trained one with hooks is larger, and says how many of each kind."""
+"""Flags of parameters. The flag of a trained parameter with hooks is larger, and encodes how many of each kind."""
 TENSOR, CONTEXT = "tensor rank", "context rank"
 
 
 class Trained:
-    """The flags of one process, without communication."""
+    """The flags of one process; it does not communicate."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class Trained:
     ) -> None:
         """
         Args:
-            parameters: of this process, by name: the same names in all replicas of a device.
-            names: of all parameters of the model, in one order on every process.
-            vocabulary: those of them that several devices may hold.
-            tensor_ranks: of this device; `parameters` are in the same order on all of them.
-            context_ranks: of this device, each with as many tensor ranks.
+            parameters: of this process, by name; all replicas of a device have the same names.
+            names: of all parameters of the model, in the same order on every process.
+            vocabulary: names of parameters that several devices may hold.
+            tensor_ranks: number in this device; `parameters` are in the same order on all of them.
+            context_ranks: number in this device, each with `tensor_ranks` tensor ranks.
             on_first_rank: names of parameters that only the first tensor rank holds.
-            follow: called at the first step, and if flags have changed since the last one.
+            follow: functions to call at the first step, and whenever flags have changed since the last one.
         """
         self._parameters, self._names, self._vocabulary = parameters, names, vocabulary
         self._tensor_ranks, self._context_ranks = tensor_ranks, context_ranks
@@ -57,9 +57,9 @@ class Trained:
         self.hooked: dict[str, nn.Parameter] = {}
         """Trained parameters with hooks, in the order of the model."""
         self.fingerprint = self._common_fingerprint = 0
-        """Of the flags, an int64; and of those that tensor ranks have in common."""
+        """int64 fingerprints of all flags, and of those that tensor ranks have in common."""
         self._of_vocabulary = [0] * len(vocabulary)
-        """As in `by_name`, of the vocabulary matrices."""
+        """Like `by_name`, for the vocabulary matrices only."""
 
     def read(self) -> None:
         """Read the flags at the start of a step."""
@@ -78,13 +78,13 @@ class Trained:
             self.hooked = {name: self._parameters[name] for name in sorted(hooked, key=order.__getitem__)}
 
     def for_all(self) -> list[int]:
-        """Return the numbers that processes compare: the fingerprints; then for each vocabulary matrix 0 if it is not
-        held here, else 1 more than its flag."""
+        """Return the numbers that processes compare: both fingerprints, then for each vocabulary matrix its flag plus
+        1, or 0 if it is not held here."""
         return [self.fingerprint, self._common_fingerprint, *self._of_vocabulary]
 
     def agree(self, processes: Sequence[Sequence[int]], replicas: int) -> bool:
-        """Return whether all processes agree, by their numbers: replica by replica, those of a device one after the
-        other, context rank by context rank."""
+        """Return whether the numbers of all processes agree. Their order: by replica, then by device, by context rank
+        and by tensor rank."""
         per_replica = len(processes) // replicas
         first_replica = processes[:per_replica]
         if any(
@@ -99,8 +99,8 @@ class Trained:
         return all(len({*held} - {0}) <= 1 for held in matrices)
 
     def _mates(self, processes: int) -> Iterator[tuple[str, int, slice]]:
-        """Yield processes of the pipeline that hold the same parameters, but for those that one of them holds alone:
-        along which axis they differ, their device, and where they are among all."""
+        """Yield groups of the pipeline's processes that hold the same parameters, except for parameters that only one
+        of them holds: the axis along which they differ, their device, and their slice of the list of processes."""
         tensor, per_device = self._tensor_ranks, self._tensor_ranks * self._context_ranks
         for device, first in enumerate(range(0, processes, per_device)):
             if tensor > 1:
@@ -111,7 +111,7 @@ class Trained:
                     yield CONTEXT, device, slice(start, first + per_device, tensor)
 
     def by_name(self) -> list[int]:
-        """Return, for each parameter of the model, 0 if it is not held here, else 1 more than its flag."""
+        """Return for each parameter of the model its flag plus 1, or 0 if it is not held here."""
         return self._of(self._names)
 
     def _of(self, names: Sequence[str]) -> list[int]:
@@ -119,8 +119,11 @@ class Trained:
         return [1 + flags[name] if name in flags else 0 for name in names]
 
     def disagreement(self, processes: Sequence[Sequence[int]], replicas: int) -> InputError:
-        """Return the error for the first parameter that replicas disagree about, or else processes of one replica, from
-        what `by_name` returned on each of them, in the order of `agree`. It is the same on every process."""
+        """Return the error for the first parameter on which replicas, or else processes of one replica, disagree.
+
+        processes: what `by_name` returned on each process, in the order of `agree`. The error is the same on all of
+        them.
+        """
         per_replica = len(processes) // replicas
         for position in range(per_replica):
             for name, flags in zip(self._names, zip(*processes[position::per_replica], strict=True), strict=True):
@@ -143,7 +146,7 @@ class Trained:
 
     @staticmethod
     def _error(name: str, group: str, peers: str, *, hooks: bool) -> InputError:
-        """group: who trains the parameter, or has more hooks."""
+        """group: the processes that train the parameter, or have more hooks."""
         if hooks:
             return InputError(
                 f"{name}: {group} and {peers} have different gradient hooks, expected the same on every process that"
@@ -155,7 +158,7 @@ class Trained:
         )
 
     def follow(self) -> None:
-        """Use these flags in the step, after all agree."""
+        """Apply the flags to the step, once all processes agree."""
         if self.flags != self._followed:
             self._followed = self.flags
             for callback in self._follow:

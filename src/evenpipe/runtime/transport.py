@@ -1,4 +1,4 @@
-"""How a device reaches the others of its pipeline, and what hidden states are on the way."""
+"""How a device reaches the other devices of its pipeline, and the form of hidden states in transit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from evenpipe.schedule import Transfer
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """Of one device, for the handlers of its passes and transfers."""
+    """The communication of one device, for the handlers of its passes and transfers."""
 
     communicators: Communicators | None
-    """None for one device."""
+    """None for a single device."""
     ranks: Sequence[int]
     """Global rank of each device's process."""
     hidden_size: int
@@ -26,7 +26,7 @@ class Transport:
     """Of the hidden states between stages."""
     torch_device: torch.device
     tensor_ranks: int = 1
-    """Processes that share the rows of hidden states between stages; each has its own column of the grid."""
+    """Number of processes that share the rows of hidden states between stages; each has its own column of the grid."""
 
     def communicator(self, item: Transfer) -> Communicator:
         """Return the communicator that carries a transfer."""

@@ -1,10 +1,10 @@
-"""Values that passes and transfers of one device pass to each other within a step.
+"""Values that the passes and transfers of a device exchange within a step.
 
     results of passes ---> put ---> transfers out ---> sent, until they have arrived
                                     transfers in  ---> arriving ---> taken by the first pass that uses them
 
-A value is what an edge between two stages, or a collective, carries for one unit: one tensor or several. It is taken
-out by its only user, so memory falls as the program says; nothing is left over at the end of a step.
+A value is what an edge between two stages, or a collective, carries for one unit: one tensor or more. Its only user
+takes it, so memory is freed where the program says, and no value is left at the end of a step.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from evenpipe.schedule import Pass, Transfer, TransferKind
 from evenpipe.schedule.placement import Edge
 
 Key = tuple[Edge | TransferKind, int]
-"""What carries the value, and its unit. An edge is written as the data travels: (2, 3) forward, (3, 2) back."""
+"""The edge or collective that carries a value, and its unit. An edge has the direction of the data: (2, 3) forward,
+(3, 2) back."""
 
 SENDS_IN_FLIGHT = 2
-"""Transfers of one kind between the same devices that may be pending before the oldest is awaited: bounds the memory if
-their arrival is unknown. Waiting for an earlier transfer at a later point of the program cannot deadlock, because all
-rows are parts of one list."""
+"""How many transfers of a kind between the same devices may be pending before the oldest is awaited. This bounds the
+memory of sends whose arrival is unknown. Waiting for an earlier transfer at a later point of the program cannot
+deadlock, because all rows are parts of one list."""
 
 
 class Values:
-    """The values of the current step, and when the current pass had all its inputs.
+    """The values of the current step, and the time at which the current pass had all its inputs.
 
     Attributes:
         recording: takes time stamps, if the step is recorded.
@@ -39,9 +40,9 @@ class Values:
     def __init__(self) -> None:
         self.recording: Recording | None = None
         self.busy = 0.0
-        """Processor seconds inside passes since `clear`."""
+        """CPU seconds inside passes since `clear`."""
         self.taken = self.made = 0
-        """Values that the current pass has taken out, and stored."""
+        """Number of values that the current pass has taken, and stored."""
         self._stored: dict[Key, tuple[Tensor, ...]] = {}
         self._arriving: dict[Key, tuple[tuple[Tensor, ...], tuple[Handle, ...]]] = {}
         self._sent: dict[Transfer, list[Handle]] = {}
@@ -53,13 +54,13 @@ class Values:
     # --- passes ----------------------------------------------------------------------------------------------
 
     def begin(self, text: str) -> None:
-        """A pass starts to collect its inputs."""
+        """Begin a pass, which now collects its inputs."""
         self._pass = text
         self._ready = False
         self.taken = self.made = 0
 
     def ready(self) -> None:
-        """The pass has its inputs and computes from here on. For passes that run as one, the first call counts."""
+        """Note that the pass has its inputs and starts to compute. Of passes that run as one, the first counts."""
         if not self._ready:
             self._ready = True
             if self.recording is not None:
@@ -67,7 +68,7 @@ class Values:
             self._processor = time.thread_time()
 
     def finish(self, item: Pass) -> None:
-        """The pass is over."""
+        """End a pass."""
         processor = time.thread_time() - self._processor
         self.busy += processor
         if self.recording is not None:
@@ -86,7 +87,7 @@ class Values:
         return self._stored.pop(key)
 
     def take(self, key: Key) -> tuple[Tensor, ...]:
-        """Return a value made here or received, for a pass; wait until it is there."""
+        """Return a value made here or received, for a pass; wait until it has arrived."""
         self.taken += 1
         value = self._stored.pop(key, None)
         if value is not None:
@@ -97,15 +98,15 @@ class Values:
         return tensors
 
     def arriving(self, key: Key, tensors: tuple[Tensor, ...], *handles: Handle) -> None:
-        """Register a pending transfer, whose result a pass will use."""
+        """Register a pending transfer whose result a pass will use."""
         assert key not in self._stored and key not in self._arriving, f"{key} exists already"
         self._arriving[key] = (tensors, handles)
 
     # --- sent values ---------------------------------------------------------------------------------------------
 
     def sent(self, item: Transfer, handle: Handle) -> None:
-        """Register a sent transfer, of one message or more. It is kept until `arrived`, or until too many like it are
-        pending."""
+        """Register a message of a sent transfer. The transfer is kept until `arrived`, or until too many of its kind
+        are pending."""
         messages = self._sent.get(item)
         if messages is not None:
             messages.append(handle)
@@ -118,12 +119,12 @@ class Values:
             self.arrived(same_kind[0])
 
     def arrived(self, item: Transfer) -> None:
-        """Release a sent transfer, and wait for it if needed."""
+        """Release a sent transfer, after waiting for it if needed."""
         for handle in self._sent.pop(item, ()):
             self._wait(handle, "")
 
     def wait_for_copy(self, text: str, wait: Callable[[], None]) -> None:
-        """Wait for a copy that the current pass needs; `what` is the pass that requested it."""
+        """Wait for a copy that the current pass needs; `text` is that of the pass that requested it."""
         if self.recording is None:
             wait()
             return
@@ -152,7 +153,7 @@ class Values:
         return (*self._stored, *self._arriving)
 
     def clear(self) -> None:
-        """Forget the remains of a failed step."""
+        """Discard what a failed step has left."""
         self._stored.clear()
         self._arriving.clear()
         self._sent.clear()

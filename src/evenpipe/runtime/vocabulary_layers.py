@@ -1,7 +1,7 @@
 """The vocabulary layers of one device during a step: E and G, S, C and T on its rows.
 
-`evenpipe.vocabulary` has the mathematics as plain functions; this file adds the parameters, and keeps the state between
-passes per microbatch. The walker communicates.
+`evenpipe.vocabulary` has the mathematics as plain functions; this module adds the parameters, and keeps the state of
+each microbatch between passes. The walker does the communication.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from evenpipe.vocabulary.copies import to_device
 class EmbeddingShard:
     """This device's rows of the input embedding, and the routes of the step's token ids.
 
-    Every tensor rank exchanges the rows of its own column of the grid with the first stage, where the ranks add up what
-    they have got: each row comes along one column, so the others add zeros.
+    Every tensor rank exchanges the rows of its own column of the grid with the first stage. There the ranks sum what
+    they received: each row arrives in a single column, so the other columns add zeros.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class EmbeddingShard:
         Args:
             shards: device by device, and in each by tensor rank.
             index: of this process's shard.
-            exchange: of the tensor ranks of the device; None for one.
+            exchange: of the tensor ranks of the device; None for a single rank.
         """
         self._matrix = matrix
         self._shards = shards
@@ -75,15 +75,15 @@ class EmbeddingShard:
         self._routes.clear()
 
     def _routes_of(self, microbatch: int) -> Routes:
-        """Return the routes of a microbatch. They are found when it is reached, beside kernels of those before it."""
+        """Return the routes of a microbatch. They are computed when it is reached, while earlier kernels run."""
         if microbatch not in self._routes:
             ids, device = self._token_ids[microbatch], self._matrix.parameter.device
             self._routes[microbatch] = route(ids, self._shards, device, padding_index=self._padding_index)
         return self._routes[microbatch]
 
     def counts(self, microbatch: int) -> tuple[int, ...]:
-        """Return the number of rows of each device's shard in this column: the size of every message, known on all
-        devices."""
+        """Return the number of rows from each device's shard in this column: the sizes of all messages, known on every
+        device."""
         counts = self._routes_of(microbatch).counts
         return tuple(counts[shard] for shard in self._column)
 
@@ -92,7 +92,7 @@ class EmbeddingShard:
         return gather_rows(self._matrix.weight, self._routes_of(microbatch), self.index)
 
     def place(self, rows: Tensor, microbatch: int) -> Tensor:
-        """At the first stage: put rows of this column's shards, one shard after the other, in the tokens' places.
+        """At the first stage: put the rows of this column's shards, shard by shard, at the tokens' positions.
 
         Returns [n, hidden_size], with the rows of all columns.
         """
@@ -102,14 +102,14 @@ class EmbeddingShard:
         return self._exchange.sum(place_rows(rows.split(counts), routes, self._column))
 
     def pick(self, gradient: Tensor, microbatch: int) -> Tensor:
-        """At the first stage: return the gradient of the placed rows [n, hidden_size] as in `place`'s argument. A
-        tensor rank has a part of the gradient of every row."""
+        """At the first stage: return the gradient of the placed rows [n, hidden_size] in the layout of `place`'s
+        argument. Each tensor rank has a partial gradient of every row."""
         if self._exchange is None:
             return pick_row_gradients(gradient, self._routes_of(microbatch))
         return pick_row_gradients(self._exchange.sum(gradient), self._routes_of(microbatch), self._column)
 
     def add_gradient(self, rows_gradient: Tensor, microbatch: int) -> None:
-        """G: add [own count, hidden_size] to the gradient of the rows here."""
+        """G: add [own count, hidden_size] to the gradient of this process's rows."""
         if self._matrix.trainable:
             add_row_gradients(self._matrix.gradient(), rows_gradient, self._routes_of(microbatch), self.index)
 
@@ -141,22 +141,22 @@ class OutputShard:
         self._losses: dict[int, Tensor] = {}
         self._entropies: dict[int, Tensor] = {}
         self.log_probabilities: dict[int, Tensor] = {}
-        """Evaluation only: [n] per microbatch, of each position's target."""
+        """Evaluation only: per microbatch [n], the log-probability of each position's target."""
 
     @property
     def room(self) -> list[Tensor]:
-        """Return memory of the last step that the next one reuses."""
+        """Return buffers of the last step that the next one reuses."""
         return self._buffers.free
 
     @property
     def loss(self) -> Tensor | None:
-        """The step's loss so far, a scalar: the same bits on all devices that hold an output shard, in whatever order
-        these come to the microbatches."""
+        """The step's loss so far, a scalar: bitwise identical on all devices that hold an output shard, whatever order
+        they process microbatches in."""
         return _sum_in_order(self._losses)
 
     @property
     def entropy(self) -> Tensor | None:
-        """Likewise, if the loss options ask for it."""
+        """The entropy likewise, if the loss options ask for it."""
         return _sum_in_order(self._entropies)
 
     @property
@@ -165,7 +165,7 @@ class OutputShard:
         return tuple({*self._targets, *self._states, *self._combined})
 
     def clear(self) -> None:
-        """Release the last step's results, and the remains of a failed step."""
+        """Release the results of the last step, or of a failed one."""
         self._targets.clear()
         self._states.clear()
         self._combined.clear()
@@ -178,7 +178,7 @@ class OutputShard:
 
         hidden: [n, hidden_size], kept until T; a tensor rank has its own rows of it.
 
-        A batch of another size, and evaluation after training, start without the free memory of the previous one.
+        A batch of another size, or a change between training and evaluation, discards the free buffers.
         """
         if self._exchange is not None:
             hidden = self._exchange.gather(hidden)
@@ -186,7 +186,7 @@ class OutputShard:
         if serve != self._buffers_serve:
             self._buffers.clear()
             self._buffers_serve = serve
-        # S reads the sizes of its index lists on the host; combine reads these on the device of the statistics.
+        # S needs targets on the host, for the sizes of its index lists; combine needs them on the statistics' device.
         self._targets[index] = to_device(microbatch.targets, hidden.device)
         statistics, state = forward_shard(
             hidden,
@@ -204,8 +204,7 @@ class OutputShard:
         return statistics if self._exchange is None else merge(self._exchange.table(statistics), self._options)
 
     def combine(self, table: Tensor, microbatch: Microbatch, index: int, *, gradients: bool) -> None:
-        """The start of C, or of T with two barriers: finish the loss of the microbatch from [shards, n,
-        options.statistics]."""
+        """Begin C, or T with two barriers: compute the loss of the microbatch from [shards, n, options.statistics]."""
         targets = self._targets.pop(index)
         combined = combine(table, microbatch.weights, targets, self._options, self._shard.vocabulary)
         weights = microbatch.weights.to(combined.losses.dtype)
@@ -218,12 +217,12 @@ class OutputShard:
             self.log_probabilities[index] = combined.log_probabilities
 
     def hidden_gradient(self, index: int) -> Tensor:
-        """C with one barrier: return this device's part of the gradient of the hidden states: as they came to S."""
+        """C with one barrier: return this device's partial gradient of the hidden states, laid out as S's input."""
         partial = hidden_gradient(self._states[index], self._combined[index], self._matrix.weight)
         return partial if self._exchange is None else self._exchange.scatter(partial)
 
     def backward(self, index: int) -> Tensor | None:
-        """T: add to the gradients of the rows; with two barriers also return what `hidden_gradient` does."""
+        """T: add to the gradients of the rows. With two barriers, also return the result of `hidden_gradient`."""
         partial = backward_shard(
             self._states.pop(index),
             self._combined.pop(index),

@@ -13,7 +13,7 @@ from evenpipe.schedule import Kind, Pass, Transfer, TransferKind
 
 
 class VocabularyPasses:
-    """The walker's work on this device's rows of the vocabulary. Arguments are those of `Walker`."""
+    """The part of the walker that works on this device's rows of the vocabulary. Arguments are those of `Walker`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class VocabularyPasses:
         self._values.put((TransferKind.ROWS, unit), self._embedding.rows(unit))
 
     def _exchange_rows(self, item: Transfer) -> None:
-        """Every device sends its rows to the first stage's; empty messages are not sent."""
+        """Every device sends its rows to the device of the first stage; empty messages are not sent."""
         assert self._embedding is not None
         unit = self._row.unit(item)
         key = (TransferKind.ROWS, unit)
@@ -85,7 +85,7 @@ class VocabularyPasses:
             self._values.sent(item, communicator.gather_rows(rows, counts, self._transport.root(item), str(item)))
 
     def _exchange_row_gradients(self, item: Transfer) -> None:
-        """The first stage's device sends each owner the gradients of its rows."""
+        """The device of the first stage sends each owner the gradients of its rows."""
         assert self._embedding is not None
         unit = self._row.unit(item)
         key = (TransferKind.ROW_GRADIENTS, unit)
@@ -110,7 +110,7 @@ class VocabularyPasses:
     # --- output layer ----------------------------------------------------------------------------------------
 
     def _broadcast_hidden(self, item: Transfer) -> None:
-        """The last stage's device sends the output layer's input, and does not wait for it itself."""
+        """The device of the last stage sends the output layer's input; its own S does not wait for the broadcast."""
         unit = self._row.unit(item)
         key = (TransferKind.X, unit)
         communicator, root = self._transport.communicator(item), self._transport.root(item)
@@ -137,7 +137,7 @@ class VocabularyPasses:
         self._values.arriving(key, (table,), self._transport.communicator(item).all_gather(local, str(item), table))
 
     def _open_barrier(self, unit: int, microbatch: Microbatch) -> None:
-        """Wait for the statistics of all shards and finish the loss."""
+        """Wait for the statistics of all shards and compute the loss."""
         assert self._output is not None
         (table,) = self._values.take((TransferKind.STATISTICS, unit))
         if self._is_single_device:
@@ -164,7 +164,7 @@ class VocabularyPasses:
             self._values.put((TransferKind.DX, unit), gradient)
 
     def _reduce_gradient(self, item: Transfer) -> None:
-        """Add the parts of all shards on the last stage's device. The part is scratch: reduce may destroy it."""
+        """Sum the partial gradients of all shards on the last stage's device. The reduce may overwrite its input."""
         key = (TransferKind.DX, self._row.unit(item))
         (gradient,) = self._values.give(key)
         handle = self._transport.communicator(item).reduce(gradient, self._transport.root(item), str(item))

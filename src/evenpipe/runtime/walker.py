@@ -1,9 +1,8 @@
-"""Executes a device's program: one small handler per kind of pass and of transfer.
+"""Executes a device's program, with a small handler for each kind of pass and transfer.
 
-Handlers take their inputs out of `Values` and put their results there; transfers carry them to other devices.
-Everything that is known in advance is looked up once (`Row`). Passes that run as one (OVERLAP_F_B) run one after the
-other, in their order: the transfers of both are pending before the first begins, and no library tells which of them has
-arrived.
+Handlers take their inputs from `Values` and store their results there; transfers move values between devices.
+Everything that is known in advance is looked up once (`Row`). The passes of an OVERLAP_F_B run sequentially, in their
+given order: the transfers of both are pending before the first one starts, and no library tells which has arrived.
 """
 
 from __future__ import annotations
@@ -60,10 +59,10 @@ _NOT_SAVING = nullcontext()
 
 @dataclass(slots=True)
 class _Forwarded:
-    """The data that F leaves for the backward of the same stage and unit."""
+    """The data that F keeps for the backward of the same stage and unit."""
 
     inputs: Sequence[Any] = ()
-    """What R needs, tensors or `Packed`; empty if there is none to come."""
+    """The inputs that R needs, tensors or `Packed`; empty if no R follows."""
     graph: StageGraph | None = None
     """None until R has run."""
     random_state: RandomState | None = None
@@ -72,16 +71,16 @@ class _Forwarded:
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """What the walker looks up about a stage in every pass."""
+    """What every pass of a stage needs to know about the stage's edges."""
 
     received: int
-    """Number of tensors of an edge that leads to it."""
+    """Number of tensors on an incoming edge."""
     differentiable: Sequence[int]
-    """Places of those with a gradient."""
+    """Positions of the received tensors that have a gradient."""
     gradients: Sequence[EdgeTensor]
-    """What it sends back along each such edge."""
+    """What the stage sends back along each incoming edge."""
     returned: Sequence[bool]
-    """Whether the tensors that it returns have gradients."""
+    """For each tensor that the stage returns, whether it has a gradient."""
 
     @classmethod
     def of(cls, stage: HasEdges) -> _Ends:
@@ -95,7 +94,7 @@ class Walker:
     """Executes programs on one device.
 
     Args:
-        device: its row of the program is executed.
+        device: the device whose row of the program is executed.
         stages: the local stages by number.
         embedding: this device's rows of the embedding; None if it neither holds nor routes any.
         output: its rows of the output layer; None if it has none.
@@ -103,11 +102,11 @@ class Walker:
             and B contain the embedding and the last stage's contain the output layer.
         weight_gradients: the queue of the stages' layers, for split backwards.
         checkpointing: the switch of the stages' layers: microbatches with R keep all of the graph that R makes.
-        replicas: work for other pipelines with the same parameters; None: there are none.
-        router_losses: of a model with a router loss; None for others.
-        activations: moves activations to the host, for orders with O, D and L; None: there are none.
-        running: for the exchanges of the processes that share a pass.
-        draws: seeds the random numbers of stages; None: they draw none.
+        replicas: the work for replicas of these parameters; None without any.
+        router_losses: for a model with a router loss; None for other models.
+        activations: moves activations to the host, for orders with O, D and L; None for other orders.
+        running: the current pass, for exchanges between the processes that share it.
+        draws: seeds the random numbers of stages; None if they draw none.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class Walker:
         self._values = Values()
         self._forwarded: dict[StageUnit, _Forwarded] = {}
         self._changes_input: dict[int, bool] = {}
-        """By stage whose F is repeated, whether its layers have changed their input in place."""
+        """For each stage whose F is recomputed, whether its layers have changed their input in place."""
         self._hops = Hops(stages, self._values, transport, router_losses)
         self._vocabulary = VocabularyPasses(self._values, embedding, output, transport, device=device)
         self._pass_handlers: dict[Kind, Callable[[Pass], None]] = {
@@ -175,8 +174,8 @@ class Walker:
     # --- the loop ------------------------------------------------------------------------------------------------
 
     def walk(self, program: Program, batch: Batch) -> StepRecord:
-        """Run this device's row of the program over the batch. Sizes may differ from batch to batch, and also from
-        microbatch to microbatch."""
+        """Run this device's row of the program on the batch. Sizes may differ between batches, and between microbatches
+        of a batch."""
         row = self._rows.get(id(program))  # a row keeps its program alive, so the program's id stays unique
         if row is None:
             row = Row(program, self._device, self._pass_handlers, self._transfer_handlers)
@@ -233,7 +232,7 @@ class Walker:
         return record
 
     def _begin(self, row: Row, batch: Batch) -> None:
-        """Start a step; forget the remains of a failed one."""
+        """Start a step; discard what a failed step has left."""
         self._row = row
         self._gradients = row.gradients
         self._microbatches = batch.microbatches
@@ -257,7 +256,7 @@ class Walker:
             self._replicas.begin(gradients=row.gradients)
 
     def _end(self) -> None:
-        """End a step: nothing of the batch is kept."""
+        """End a step: release everything that belongs to the batch."""
         self._microbatches = ()
         self._values.recording = None
         self._vocabulary.end()
@@ -305,16 +304,16 @@ class Walker:
                 self._whole_output(hidden, unit)
 
     def _whole_output(self, hidden: Tensor, unit: int) -> None:
-        """Run the whole output layer and the loss, as part of the last stage's F."""
+        """Run the unsharded output layer and the loss, as part of the last stage's F."""
         assert self._output is not None
         microbatch = self._microbatches[unit]
         statistics = self._output.forward(hidden, microbatch, unit, gradients=self._gradients)
         self._output.combine(statistics.unsqueeze(0), microbatch, unit, gradients=self._gradients)
 
     def _forward_to_repeat(self, stage: int, unit: int, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-        """Run F of a unit with R, which needs the inputs as they are. Return the outputs.
+        """Run F of a unit with R, which needs the inputs unchanged. Return the outputs.
 
-        If layers change their inputs in place, they get copies. The first F of a stage shows whether they do.
+        Layers that change their inputs in place get copies. The first F of a stage shows whether they do.
         """
         copies = self._changes_input.get(stage, True)
         stage_inputs = [tensor.clone() for tensor in inputs] if copies else inputs
@@ -339,8 +338,8 @@ class Walker:
     def _forward_with_graph(
         self, forwarded: _Forwarded, stage: int, unit: int, inputs: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Run the stage on its inputs; keep its graph for the backward, which keeps of the inputs what it needs. Return
-        the outputs."""
+        """Run the stage on its inputs and keep its graph for the backward; the graph keeps the inputs that it needs.
+        Return the outputs."""
         key = (stage, unit)
         saving: AbstractContextManager[None] = _NOT_SAVING
         if self._row.moves_graph(key):
@@ -376,7 +375,7 @@ class Walker:
         return microbatch.through(stage, module, inputs)
 
     def _recompute(self, item: Pass) -> None:
-        """R: rebuild the graph that F did not keep, from the stage's inputs and with the same random numbers."""
+        """R: rebuild the graph that F discarded, from the stage's inputs and with the same random numbers."""
         stage, unit = self._row.stage_unit(item)
         if (stage, unit) in self._row.offloaded:
             self._await_activations(item)
@@ -390,7 +389,7 @@ class Walker:
             self._forward_with_graph(forwarded, stage, unit, inputs)
 
     def _backward(self, item: Pass, *, split: bool) -> None:
-        """B, or I, which leaves the weight gradients of linear layers and of a whole output layer to W."""
+        """B; or I, which leaves the weight gradients of linear layers and of an unsharded output layer to W."""
         stage, unit = self._row.stage_unit(item)
         ends, microbatch = self._ends[stage], self._microbatches[unit]
         gradients: Sequence[Tensor] = ()
@@ -425,7 +424,7 @@ class Walker:
             sent = []
             for form in ends.gradients:
                 gradient = next(input_gradients)
-                if gradient is None:  # a stage before this one awaits one all the same
+                if gradient is None:  # the previous stage expects one nevertheless
                     gradient = self._hops.buffer(form, unit, torch.zeros)
                 sent.append(gradient.contiguous())
             self._values.put((edge[::-1], unit), *sent, *router_gradients)
@@ -433,14 +432,14 @@ class Walker:
             self._gradient_of_rows(next(input_gradients), unit)
 
     def _whole_output_gradient(self, unit: int, split: bool) -> Tensor:
-        """Run the backward of the whole output layer, as part of the last stage's B or I."""
+        """Run the backward of the unsharded output layer, as part of the last stage's B or I."""
         assert self._output is not None
         gradient = self._output.hidden_gradient(unit) if split else self._output.backward(unit)
         assert gradient is not None
         return gradient
 
     def _gradient_of_rows(self, gradient: Tensor | None, unit: int) -> None:
-        """Hand on the gradient of the first stage's input, [sequences, tokens, hidden_size]; None: it has none."""
+        """Pass on the gradient of the first stage's input, [sequences, tokens, hidden_size]; None if it has none."""
         assert self._embedding is not None
         if gradient is None:
             if not self._vocabulary_passes:
@@ -464,13 +463,13 @@ class Walker:
     # --- activations on the host -----------------------------------------------------------------------------
 
     def _saved(self, key: StageUnit, inputs: list[Tensor]) -> list[Packed | Tensor]:
-        """Return a stage's inputs that wait for R, and go to the host meanwhile."""
+        """Return a stage's inputs in the form that is kept for R; meanwhile they move to the host."""
         assert self._activations is not None
         with self._activations.saving(key, ()):
             return [self._activations.pack(tensor) for tensor in inputs]
 
     def _staying(self, stage: int, unit: int) -> Iterator[Tensor]:
-        """Return tensors that F reads but does not own."""
+        """Return tensors that F reads but does not own, which stay on the device."""
         module, microbatch = self._stages[stage], self._microbatches[unit]
         if isinstance(module, nn.Module):
             yield from module.parameters()
@@ -502,7 +501,7 @@ class Walker:
 
     @staticmethod
     def _copy(kind: Kind, item: Pass) -> str:
-        """Return the text of the copy of the same activations."""
+        """Return the text of the pass of this kind that copies the same activations."""
         return str(Pass(kind, item.stage, item.microbatch, item.slice))
 
     # --- others ----------------------------------------------------------------------------------------------
@@ -512,7 +511,7 @@ class Walker:
             self._pass_handlers[component.kind](component)
 
     def _share(self, item: Pass) -> None:
-        """Gather or free parameters, or sum gradients over replicas; without replicas there is nothing to do."""
+        """Gather or free parameters, or sum gradients over replicas. Without replicas, do nothing."""
         assert item.stage is None or item.stage in self._stages
         self._values.ready()
         if self._replicas is not None:
