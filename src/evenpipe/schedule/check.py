@@ -73,11 +73,11 @@ def check_program(program: Program, limits: Limits | None = None, *, experts: bo
     return _report(program, faults, limits)
 
 
-def _refuse_others(schedule: DeviceRows, accepted: set[type], what: str) -> None:
+def _refuse_others(schedule: DeviceRows, accepted: set[type], expected: str) -> None:
     for device, row in enumerate(schedule.rows):
         if not accepted.issuperset(map(type, row)):
             position, item = next((n, item) for n, item in enumerate(row) if type(item) not in accepted)
-            raise InputError(f"device {device}, position {position}: expected {what}, not {item!r}")
+            raise InputError(f"device {device}, position {position}: expected {expected}, not {item!r}")
 
 
 def _report(schedule: Order | Program, faults: list[Fault], limits: Limits | None) -> Report:
@@ -93,23 +93,23 @@ def _report(schedule: Order | Program, faults: list[Fault], limits: Limits | Non
 def _out_of_place(numbered: Numbered) -> Iterator[Fault]:
     schedule = numbered.schedule
     suspects: list[set[int]] = [set() for _ in schedule.rows]
-    apart = [(one.device, one.position) for one in numbered.apart.values()]
-    for device, position in (*numbered.misplaced, *numbered.repeated, *apart):
+    standalone = [(entry.device, entry.position) for entry in numbered.apart.values()]
+    for device, position in (*numbered.misplaced, *numbered.repeated, *standalone):
         suspects[device].add(position)
     for device, row in enumerate(schedule.rows):
         for position in sorted(suspects[device]):
             item = row[position]
             assert item is not None
             parts: tuple[Item, ...] = parts_of(item) if isinstance(item, Pass) else (item,)
-            for turn, part in enumerate(parts):
-                what = _why_misplaced(numbered, device, position, part)
-                if not what and part in parts[:turn]:
-                    what = f"{part} is already at position {position}"
-                if what:
-                    yield Fault(device, position, what, neighbours(schedule.rows, device, position))
+            for index, component in enumerate(parts):
+                message = _why_misplaced(numbered, device, position, component)
+                if not message and component in parts[:index]:
+                    message = f"{component} is already at position {position}"
+                if message:
+                    yield Fault(device, position, message, neighbours(schedule.rows, device, position))
         if not _has_all_passes(numbered, device):
             yield from _missing_passes(numbered, device)
-    if any(one.item.kind in SHARDING_KINDS for one in numbered.apart.values()):
+    if any(entry.item.kind in SHARDING_KINDS for entry in numbered.apart.values()):
         yield from check_sharding(schedule.placement, schedule.vocabulary, schedule.rows)
     if isinstance(schedule, Program):
         yield from _addresses(numbered, schedule)
@@ -119,26 +119,26 @@ def _why_misplaced(numbered: Numbered, device: int, position: int, item: Item) -
     """Why an item of a row has no number, or an empty text for a part that has one."""
     schedule = numbered.schedule
     if isinstance(item, Pass):
-        what = _wrong_pass(schedule, device, item)
+        reason = _wrong_pass(schedule, device, item)
     elif numbered.rules.route(device, item) is None:
-        what = f"no pass needs {item}, or device {device} is not a member of it"
+        reason = f"no pass needs {item}, or device {device} is not a member of it"
     else:
-        what = _wrong_unit(schedule, item)
-    if what:
-        return what
+        reason = _wrong_unit(schedule, item)
+    if reason:
+        return reason
     n = numbered.number(device, item)
-    there = ABSENT if n is None else numbered.position_of(n, device)
-    if n is None or there == position:
+    recorded = ABSENT if n is None else numbered.position_of(n, device)
+    if n is None or recorded == position:
         return ""
     earlier = numbered.item(n, device)
     if earlier.kind is item.kind:
-        return f"{item} is already at position {there}"
+        return f"{item} is already at position {recorded}"
     assert isinstance(earlier, Pass)
     return _split_again(Pass(Kind.B, item.stage, item.microbatch, item.slice))
 
 
-def _split_again(whole: Pass) -> str:
-    return f"{whole} has run whole, and a part of it appears here again"
+def _split_again(backward: Pass) -> str:
+    return f"{backward} has run whole, and a part of it appears here again"
 
 
 def _wrong_pass(schedule: DeviceRows, device: int, item: Pass) -> str:
@@ -193,12 +193,15 @@ def _has_all_passes(numbered: Numbered, device: int) -> bool:
             return False
         if schedule.forward_only:
             continue
-        whole, split = ((device, kind, stage) in kinds for kind in (Kind.B, Kind.I))
+        is_full, is_split = ((device, kind, stage) in kinds for kind in (Kind.B, Kind.I))
         weights = _positions(numbered, device, Kind.W, stage)
-        if whole == split or not complete(Kind.B, stage) or bool(weights) != split or ABSENT in weights:
+        if is_full == is_split or not complete(Kind.B, stage) or bool(weights) != is_split or ABSENT in weights:
             return False
         copies = [_positions(numbered, device, kind, stage) for kind in sorted(OFFLOAD_KINDS)]
-        if any([at == ABSENT for at in other] != [at == ABSENT for at in copies[0]] for other in copies[1:]):
+        if any(
+            [position == ABSENT for position in positions] != [position == ABSENT for position in copies[0]]
+            for positions in copies[1:]
+        ):
             return False
     return True
 
@@ -208,31 +211,33 @@ def _missing_passes(numbered: Numbered, device: int) -> Iterator[Fault]:
     schedule = numbered.schedule
     positions: dict[tuple[Kind, int | None], dict[int, int]] = {}
     for position, item in enumerate(schedule.rows[device]):
-        for part in parts_of(item) if isinstance(item, Pass) else ():
-            if part.microbatch is not None and not _wrong_pass(schedule, device, part):
-                positions.setdefault((part.kind, part.stage), {}).setdefault(unit_of(part, schedule.slices), position)
+        for component in parts_of(item) if isinstance(item, Pass) else ():
+            if component.microbatch is not None and not _wrong_pass(schedule, device, component):
+                positions.setdefault((component.kind, component.stage), {}).setdefault(
+                    unit_of(component, schedule.slices), position
+                )
 
     def absent(kind: Kind, stage: int | None, units: range, why: str = "") -> Fault:
         first, last = (Pass(kind, stage, *divmod(units[index], schedule.slices)) for index in (0, -1))
-        what = f"{first} is missing" if first == last else f"{first} to {last} are missing"
-        return Fault(device, None, what + why)
+        message = f"{first} is missing" if first == last else f"{first} to {last} are missing"
+        return Fault(device, None, message + why)
 
     for kind in sorted(numbered.rules.vocabulary_kinds):
-        there = positions.get((kind, None), {})
-        for units in _gaps(there, schedule.units):
+        present = positions.get((kind, None), {})
+        for units in _gaps(present, schedule.units):
             yield absent(kind, None, units)
     for stage in schedule.placement.stages_of(device):
-        found = {kind: positions.get((kind, stage), {}) for kind in sorted(STAGE_KINDS)}
-        for units in _runs(set().union(*found.values()), schedule.units):
-            has = {kind: units[0] in there for kind, there in found.items()}
+        positions_of = {kind: positions.get((kind, stage), {}) for kind in sorted(STAGE_KINDS)}
+        for units in _runs(set().union(*positions_of.values()), schedule.units):
+            has = {kind: units[0] in present for kind, present in positions_of.items()}
             if not has[Kind.F]:
                 yield absent(Kind.F, stage, units)
             if schedule.forward_only:
                 continue
             if has[Kind.B] and has[Kind.W] and not has[Kind.I]:
-                position = found[Kind.W][units[0]]
-                whole = Pass(Kind.B, stage, *divmod(units[0], schedule.slices))
-                yield Fault(device, position, _split_again(whole), neighbours(schedule.rows, device, position))
+                position = positions_of[Kind.W][units[0]]
+                backward = Pass(Kind.B, stage, *divmod(units[0], schedule.slices))
+                yield Fault(device, position, _split_again(backward), neighbours(schedule.rows, device, position))
             elif not (has[Kind.B] or has[Kind.I] or has[Kind.W]):
                 yield absent(Kind.B, stage, units, ", so its activations are never released")
             elif not (has[Kind.B] or has[Kind.I]):
@@ -256,47 +261,51 @@ def _addresses(numbered: Numbered, program: Program) -> Iterator[Fault]:
                 "communicator": route.communicator(program.sharing),
             }
             # Transfers of a route usually share the tuple of their members: each tuple is compared once.
-            right: set[tuple[int, int | None, str]] = set()
+            correct: set[tuple[int, int | None, str]] = set()
             for position in positions:
                 item = program.rows[device][position] if position != ABSENT else None
-                if not isinstance(item, Transfer) or (id(item.members), item.root, item.communicator) in right:
+                if not isinstance(item, Transfer) or (id(item.members), item.root, item.communicator) in correct:
                     continue
-                for name, wanted in address.items():
-                    if (has := getattr(item, name)) != wanted:
-                        what = f"{item} has {name} {has!r}, not {wanted!r}"
-                        yield Fault(device, position, what, neighbours(program.rows, device, position))
+                for name, expected in address.items():
+                    if (has := getattr(item, name)) != expected:
+                        message = f"{item} has {name} {has!r}, not {expected!r}"
+                        yield Fault(device, position, message, neighbours(program.rows, device, position))
                         break
                 else:
-                    right.add((id(item.members), item.root, item.communicator))
+                    correct.add((id(item.members), item.root, item.communicator))
             if ABSENT in positions or len(positions) < program.units:
                 yield from _missing_transfers(numbered, route, device, positions)
 
 
 def _missing_transfers(numbered: Numbered, route: Route, device: int, positions: Sequence[int]) -> Iterator[Fault]:
     slices, microbatches = numbered.slices, numbered.microbatches
-    there = {microbatches[unit // slices] * slices + unit % slices for unit, at in enumerate(positions) if at != ABSENT}
-    for gap in _gaps(there, numbered.schedule.units):
+    present = {
+        microbatches[unit // slices] * slices + unit % slices
+        for unit, position in enumerate(positions)
+        if position != ABSENT
+    }
+    for gap in _gaps(present, numbered.schedule.units):
         first, last = (route.transfer(device, *divmod(gap[index], slices)) for index in (0, -1))
         yield Fault(device, None, f"{first} is missing" if first == last else f"{first} to {last} are missing")
 
 
-def _runs(there: Collection[int], units: int) -> Iterator[range]:
+def _runs(present: Collection[int], units: int) -> Iterator[range]:
     """All units, grouped: those that are `there` and up to `LISTED` others in a row alone, longer gaps as ranges."""
-    before = 0
-    for unit in (*sorted(there), units):
-        gap = range(before, unit)
+    start = 0
+    for unit in (*sorted(present), units):
+        gap = range(start, unit)
         if len(gap) > LISTED:
             yield gap
         else:
             yield from (range(i, i + 1) for i in gap)
         if unit < units:
             yield range(unit, unit + 1)
-        before = unit + 1
+        start = unit + 1
 
 
-def _gaps(there: Collection[int], units: int) -> Iterator[range]:
+def _gaps(present: Collection[int], units: int) -> Iterator[range]:
     """The units that are not `there`, grouped as in `_runs`."""
-    return (run for run in _runs(there, units) if run[0] not in there)
+    return (run for run in _runs(present, units) if run[0] not in present)
 
 
 LISTED = 100
@@ -327,52 +336,52 @@ def _is_in_order(numbered: Numbered, device: int) -> bool:
         if group.device != device or first >= len(numbered.rule) or numbered.rule[first] < 0:
             continue
         rule = numbered.rules.rule(group)
-        own = position[first : first + units]
+        positions = position[first : first + units]
         for slice_ in range(slices):
-            here = own[slice_::slices] if slices > 1 else own
+            slice_positions = positions[slice_::slices] if slices > 1 else positions
             for step in numbered.needs[numbered.rule[first + slice_]]:
                 needed = first + slice_ + step
-                if needed >= 0 and any(map(ge, position[needed : needed + units - slice_ : slices], here)):
+                if needed >= 0 and any(map(ge, position[needed : needed + units - slice_ : slices], slice_positions)):
                     return False
         if is_program:
             late = (issued[route.number] for route in rule.uses if route.number in issued)
             early = (issued[route.number] for route in rule.feeds if route.number in issued)
-            if any(any(map(gt, at, own)) for at in late) or any(any(map(gt, own, at)) for at in early):
+            if any(any(map(gt, at, positions)) for at in late) or any(any(map(gt, positions, at)) for at in early):
                 return False
     return True
 
 
 def _passes_too_early(numbered: Numbered, device: int) -> Iterator[Fault]:
     rows, rule = numbered.schedule.rows, numbered.rule
-    for n, turn in _numbers(numbered, device):
+    for n, index_of in _numbers(numbered, device):
         position = numbered.position[n]
         for step in numbered.needs[rule[n]]:
-            there = numbered.position[n + step] if n + step >= 0 else ABSENT
-            if there < position or (there == position and turn.get(n + step, -1) < turn[n]):
+            needed_at = numbered.position[n + step] if n + step >= 0 else ABSENT
+            if needed_at < position or (needed_at == position and index_of.get(n + step, -1) < index_of[n]):
                 continue
-            part = numbered.item(n, device)
-            what = f"{part} comes before {brief(rows[device][there])} at position {there}, which it needs"
-            if there == position:
-                what = f"{part} comes before the part of {brief(rows[device][there])} that it needs"
-            yield Fault(device, position, what, neighbours(rows, device, position))
+            item = numbered.item(n, device)
+            message = f"{item} comes before {brief(rows[device][needed_at])} at position {needed_at}, which it needs"
+            if needed_at == position:
+                message = f"{item} comes before the part of {brief(rows[device][needed_at])} that it needs"
+            yield Fault(device, position, message, neighbours(rows, device, position))
 
 
 def _transfers_at_wrong_time(numbered: Numbered, device: int) -> Iterator[Fault]:
     """Faults of transfers that are issued before their data is ready, or after the pass that uses it."""
     rows = numbered.schedule.rows
     for n, _ in _numbers(numbered, device):
-        here, position = numbered.rule[n], numbered.position[n]
-        for steps, used in ((numbered.uses[here], True), (numbered.feeds[here], False)):
+        rule, position = numbered.rule[n], numbered.position[n]
+        for steps, is_use in ((numbered.uses[rule], True), (numbered.feeds[rule], False)):
             for step in steps:
-                there = numbered.position_of(n + step, device)
-                if there == ABSENT or (there < position) == used:
+                issue_position = numbered.position_of(n + step, device)
+                if issue_position == ABSENT or (issue_position < position) == is_use:
                     continue
-                transfer, part = numbered.item(n + step, device), numbered.item(n, device)
-                why = "which waits for it" if step in numbered.needs[here] else "which consumes its data"
-                what = f"{transfer} is issued after {part} at position {position}, {why}"
-                if not used:
-                    what = f"{transfer} is issued before {part} at position {position}, whose data it carries"
-                yield Fault(device, there, what, neighbours(rows, device, there))
+                transfer, item = numbered.item(n + step, device), numbered.item(n, device)
+                why = "which waits for it" if step in numbered.needs[rule] else "which consumes its data"
+                message = f"{transfer} is issued after {item} at position {position}, {why}"
+                if not is_use:
+                    message = f"{transfer} is issued before {item} at position {position}, whose data it carries"
+                yield Fault(device, issue_position, message, neighbours(rows, device, issue_position))
 
 
 def _numbers(numbered: Numbered, device: int) -> Iterator[tuple[int, dict[int, int]]]:
@@ -382,8 +391,8 @@ def _numbers(numbered: Numbered, device: int) -> Iterator[tuple[int, dict[int, i
             yield n, {n: 0}
         elif not numbered.is_transfer(n):
             parts = numbered.apart[n].parts
-            turn = {part: number for number, part in enumerate(parts)}
-            yield from ((part, turn) for part in parts)
+            index_of = {number: index for index, number in enumerate(parts)}
+            yield from ((number, index_of) for number in parts)
 
 
 # --- to the ends of all rows --------------------------------------------------------------------------------------
@@ -413,15 +422,15 @@ def _other_order(numbered: Numbered) -> Iterator[Fault]:
             if numbered.is_transfer(n):
                 issued.setdefault((numbered.route(n).communicator(program.sharing), device), []).append(n)
     groups = dict.fromkeys((route.communicator(program.sharing), route.members) for route in numbered.rules.routes)
-    for communicator, (first, *others) in groups:
-        for device in others:
+    for communicator, (first, *followers) in groups:
+        for device in followers:
             rows = [issued.get((communicator, member), []) for member in (first, device)]
-            both = {*rows[0]} & {*rows[1]}
-            reference, own = ([n for n in row if n in both] for row in rows)
-            for wanted, n in zip(reference, own, strict=True):
-                if wanted != n:
+            common = {*rows[0]} & {*rows[1]}
+            reference, actual = ([n for n in row if n in common] for row in rows)
+            for expected, n in zip(reference, actual, strict=True):
+                if expected != n:
                     position = numbered.position_of(n, device)
-                    item, later = numbered.item(n, device), numbered.item(wanted, device)
-                    what = f"{item} comes before {later} on communicator {communicator}, but not on device {first}"
-                    yield Fault(device, position, what, neighbours(program.rows, device, position))
+                    item, later = numbered.item(n, device), numbered.item(expected, device)
+                    message = f"{item} comes before {later} on communicator {communicator}, but not on device {first}"
+                    yield Fault(device, position, message, neighbours(program.rows, device, position))
                     break

@@ -42,22 +42,26 @@ def check_limits(schedule: Order | Program, limits: Limits) -> Iterator[Fault]:
         yield from _exceeded(schedule, bounds, [_activations] * schedule.devices, "stage activations")
     if limits.bytes is not None:
         bounds = limits_per_device(limits.bytes, schedule.devices, "bytes")
-        each = () if limits.costs is None else limits.costs.by_slice(schedule.slices)
-        deltas = [found for one in each if (found := one.memory_deltas(schedule.placement)) is not None]
+        per_slice = () if limits.costs is None else limits.costs.by_slice(schedule.slices)
+        deltas = [
+            slice_deltas
+            for slice_costs in per_slice
+            if (slice_deltas := slice_costs.memory_deltas(schedule.placement)) is not None
+        ]
         if not deltas:
             raise InputError("a limit in bytes needs costs with the field bytes or memory")
         changes = [partial(_bytes, deltas, device) for device in range(schedule.devices)]
         yield from _exceeded(schedule, bounds, changes, "bytes")
 
 
-def _activations(part: Pass) -> float:
-    return IN_FLIGHT.get(part.kind, 0)
+def _activations(item: Pass) -> float:
+    return IN_FLIGHT.get(item.kind, 0)
 
 
-def _bytes(deltas: Sequence[dict[Kind, tuple[float, ...]]], device: int, part: Pass) -> float:
+def _bytes(deltas: Sequence[dict[Kind, tuple[float, ...]]], device: int, item: Pass) -> float:
     # A stage or slice that does not exist is a separate fault.
-    sizes = deltas[part.slice].get(part.kind, ()) if part.slice < len(deltas) else ()
-    index = device if part.stage is None else part.stage
+    sizes = deltas[item.slice].get(item.kind, ()) if item.slice < len(deltas) else ()
+    index = device if item.stage is None else item.stage
     return sizes[index] if index < len(sizes) else 0.0
 
 
@@ -68,13 +72,13 @@ def _exceeded(
     if schedule.forward_only:
         return
     for device, (row, limit) in enumerate(zip(schedule.rows, limits, strict=True)):
-        before = 0.0
-        for position, most, after in held_along(row, changes[device]):
-            if most > limit * (1 + 1e-9) and most > before:
-                what = f"{brief(row[position])} makes it {most:g} {unit}, more than the limit of {limit:g}"
-                yield Fault(device, position, what, neighbours(schedule.rows, device, position))
+        previous = 0.0
+        for position, peak, held in held_along(row, changes[device]):
+            if peak > limit * (1 + 1e-9) and peak > previous:
+                message = f"{brief(row[position])} makes it {peak:g} {unit}, more than the limit of {limit:g}"
+                yield Fault(device, position, message, neighbours(schedule.rows, device, position))
                 break
-            before = after
+            previous = held
 
 
 def limits_per_device(
@@ -86,9 +90,9 @@ def limits_per_device(
     if len(limits) != devices:
         has = f"{count(len(limits), 'number')} for {count(devices, 'device')}"
         raise InputError(f"max_in_flight has {has}; give one number{f', or {devices}' if devices > 1 else ''}")
-    wanted = f"a finite number of at least {least:g}" if least else "a finite number above 0"
+    expected = f"a finite number of at least {least:g}" if least else "a finite number above 0"
     for value in limits:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not 0 < value < math.inf or value < least:
-            raise refused("max_in_flight", value, f"{wanted}, in {unit}")
+            raise refused("max_in_flight", value, f"{expected}, in {unit}")
     return limits

@@ -116,8 +116,8 @@ class Costs(Declared):
         check_links(self.links)
         for name in ("p2p", *COLLECTIVES):
             if name in self.links and (self.p2p if name == "p2p" else self.collectives.get(name)):
-                twice = name if name == "p2p" else f"collectives.{name}"
-                raise InputError(f"costs.{twice} and links.{name} both give its duration; give only one of them")
+                duplicate = name if name == "p2p" else f"collectives.{name}"
+                raise InputError(f"costs.{duplicate} and links.{name} both give its duration; give only one of them")
         if self.sharding and REPLICAS not in self.links:
             raise InputError(f"costs.sharding gives bytes, but links.{REPLICAS} is missing; give its bandwidth")
         for index, factor in enumerate(self.slices.get("tokens", ())):
@@ -158,8 +158,8 @@ class Costs(Declared):
                 value = _explicit_fields(value)
             elif isinstance(value, Mapping):
                 value = {
-                    name: _explicit_fields(one) if isinstance(one, Link) else _to_json(one)
-                    for name, one in value.items()
+                    name: _explicit_fields(element) if isinstance(element, Link) else _to_json(element)
+                    for name, element in value.items()
                 }
             values[entry.name] = _to_json(value)
         return values
@@ -181,10 +181,12 @@ class Costs(Declared):
         factor = {name: values[index] for name, values in self.slices.items()}
         layers: Cost = factor.get("layers", 1.0)
         tokens = self.token_factors[index] if self.token_factors else 1.0
-        own: dict[str, Any] = {name: getattr(self, name) for name in LAYERS}
-        for name, others in (("B", ("I", "W")), ("R", ("F",))):
-            if own[name] is None and name in factor:  # times that follow from others have factors of their own, too
-                own[name] = added(*(getattr(self, other) for other in others))
+        layer_times: dict[str, Any] = {name: getattr(self, name) for name in LAYERS}
+        for name, sources in (("B", ("I", "W")), ("R", ("F",))):
+            if (
+                layer_times[name] is None and name in factor
+            ):  # times that follow from others have factors of their own, too
+                layer_times[name] = added(*(getattr(self, source) for source in sources))
 
         def scaled(values: Any) -> Any:
             if isinstance(values, Mapping):
@@ -193,12 +195,12 @@ class Costs(Declared):
                 return values if values.bytes is None else replace(values, bytes=values.bytes * tokens)
             return None if values is None else multiplied("tokens", values, tokens)
 
-        given = {name: time for name, time in own.items() if time is not None}
+        known_times = {name: time for name, time in layer_times.items() if time is not None}
         changed: dict[str, Any] = {
-            name: multiplied(name, time, factor.get(name, layers)) for name, time in given.items()
+            name: multiplied(name, time, factor.get(name, layers)) for name, time in known_times.items()
         }
-        rest = ("O", "L", "bytes", *_PER_DEVICE, "p2p", "collectives", "links", "tensor_exchange", "memory")
-        return replace(self, **changed, **{name: scaled(getattr(self, name)) for name in rest}, slices={})
+        scaled_names = ("O", "L", "bytes", *_PER_DEVICE, "p2p", "collectives", "links", "tensor_exchange", "memory")
+        return replace(self, **changed, **{name: scaled(getattr(self, name)) for name in scaled_names}, slices={})
 
     @property
     def token_factors(self) -> tuple[float, ...]:
@@ -246,23 +248,23 @@ class Costs(Declared):
         Raises InputError if the engine has a bandwidth but there is neither a time nor `bytes`.
         """
         times = {}
-        copies = (0.0,) * placement.stages
+        zeros = (0.0,) * placement.stages
         for kind in (Kind.O, Kind.L):
-            given = spread(kind.value, getattr(self, kind.value), placement.stages, "stage")
-            if given is None and self.engine.bandwidth is not None:
+            durations = spread(kind.value, getattr(self, kind.value), placement.stages, "stage")
+            if durations is None and self.engine.bandwidth is not None:
                 sizes = (self.memory_deltas(placement) or {}).get(Kind.L) or self.stage_bytes(placement)
                 if sizes is None:
                     raise InputError(f"costs.bytes is missing, but engine.bandwidth needs it; or give {kind.value}")
-                given = tuple(size / self.engine.bandwidth for size in sizes)
-            times[kind] = copies if given is None else given
+                durations = tuple(size / self.engine.bandwidth for size in sizes)
+            times[kind] = zeros if durations is None else durations
         return times
 
     def exchange_times(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
         """`tensor_exchange`, by stage or by device; a recomputation without a number exchanges as its F does."""
-        given = self.tensor_exchange
-        if "F" in given and "R" not in given:
-            given = {**given, "R": given["F"]}
-        return {Kind(name): _spread("tensor_exchange", name, value, placement) for name, value in given.items()}
+        exchange = self.tensor_exchange
+        if "F" in exchange and "R" not in exchange:
+            exchange = {**exchange, "R": exchange["F"]}
+        return {Kind(name): _spread("tensor_exchange", name, value, placement) for name, value in exchange.items()}
 
     def sharding_times(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
         """The time that each kind of collective over replicas takes alone: by stage, or by device for those of
@@ -287,7 +289,10 @@ class Costs(Declared):
         known = self.O is not None or self.L is not None or self.engine.bandwidth is not None
         if known or forward is None or backward is None:
             return self
-        copies = tuple(share * (one + other) for share, one, other in zip(shares, forward, backward, strict=True))
+        copies = tuple(
+            share * (forward_time + backward_time)
+            for share, forward_time, backward_time in zip(shares, forward, backward, strict=True)
+        )
         return replace(self, O=copies, L=copies)
 
     def memory_deltas(self, placement: Placement) -> dict[Kind, tuple[float, ...]] | None:
@@ -300,8 +305,8 @@ class Costs(Declared):
             if sizes is None:
                 return None
             return {kind: tuple(change * size for size in sizes) for kind, change in ON_DEVICE.items()}
-        given = {name: value for name, value in self.memory.items() if name != RECEIVE}
-        return {Kind(name): _spread("memory", name, value, placement) for name, value in given.items()}
+        deltas = {name: value for name, value in self.memory.items() if name != RECEIVE}
+        return {Kind(name): _spread("memory", name, value, placement) for name, value in deltas.items()}
 
     def check_devices(self, placement: Placement) -> None:
         """Raise InputError if a link or a group of the engine names a device that does not exist."""
@@ -326,9 +331,9 @@ class Costs(Declared):
 
     def link(self, kind: TransferKind, communicator: str = "") -> Link | None:
         """The link that carries this transfer, or None if the transfer takes a fixed time."""
-        own = self.links.get(communicator) if communicator else None
+        specific = self.links.get(communicator) if communicator else None
         general = self.links.get(_CLASS_OF.get(kind, "p2p"))
-        return general if own is None else own.over(general)
+        return general if specific is None else specific.over(general)
 
     def transfer_time(self, kind: TransferKind, communicator: str = "") -> float:
         """The duration of a transfer, on its communicator if it is named, from the end of its last producer."""
@@ -345,10 +350,10 @@ def is_per_stage(name: str) -> bool:
 
 
 def _spread(table_name: str, name: str, value: Cost, placement: Placement) -> tuple[float, ...]:
-    count, of = (placement.stages, "stage") if is_per_stage(name) else (placement.devices, "device")
-    found = spread(f"{table_name}.{name}", value, count, of)
-    assert found is not None
-    return found
+    count, owner = (placement.stages, "stage") if is_per_stage(name) else (placement.devices, "device")
+    result = spread(f"{table_name}.{name}", value, count, owner)
+    assert result is not None
+    return result
 
 
 class PassTimes:
@@ -356,16 +361,18 @@ class PassTimes:
 
     def __init__(self, costs: Costs, placement: Placement, slices: int = 1) -> None:
         """Raises InputError if a list of `costs` does not have one number per stage or device, or per slice."""
-        each = costs.by_slice(slices if costs.slices else 1)
-        self._by_slice = [one.stage_times(placement) | one.device_times(placement) for one in each]
+        per_slice = costs.by_slice(slices if costs.slices else 1)
+        self._by_slice = [
+            slice_costs.stage_times(placement) | slice_costs.device_times(placement) for slice_costs in per_slice
+        ]
 
     def of(self, item: Pass, device: int) -> float:
         """The duration of `item`, of passes that run as one the sum. Raises InputError if it has no time."""
         kind = item.kind
-        of_kind = self._by_slice[min(item.slice, len(self._by_slice) - 1)]
-        if kind not in of_kind:
-            return sum(self.of(part, device) for part in item.parts)
-        times, index = of_kind[kind], device if kind in VOCABULARY_KINDS else item.stage
+        by_kind = self._by_slice[min(item.slice, len(self._by_slice) - 1)]
+        if kind not in by_kind:
+            return sum(self.of(component, device) for component in item.parts)
+        times, index = by_kind[kind], device if kind in VOCABULARY_KINDS else item.stage
         assert index is not None
         if times is None:
             raise InputError(f"costs.{kind.value} is missing, but the order has {item}; give a number or a list")
@@ -378,11 +385,11 @@ class PassTimes:
 def _explicit_fields(value: Link | CopyEngine) -> dict[str, Any]:
     """The fields of a link or an engine that differ from their defaults."""
     entries = {entry.name: (getattr(value, entry.name), entry.default) for entry in fields(value)}
-    return {name: _to_json(given) for name, (given, default) in entries.items() if given != default}
+    return {name: _to_json(current) for name, (current, default) in entries.items() if current != default}
 
 
 def _to_json(value: Any) -> Any:
-    return [_to_json(one) for one in value] if isinstance(value, tuple) else value
+    return [_to_json(element) for element in value] if isinstance(value, tuple) else value
 
 
 ASSUMED_COPY = 0.25

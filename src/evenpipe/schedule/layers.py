@@ -39,8 +39,8 @@ def even_split(layers: int, devices: int) -> tuple[int, ...]:
         raise InputError(
             f"layers is {layers}, too few for {count(devices, 'device')}; use at most {count(layers, 'device')}"
         )
-    share, rest = divmod(layers, devices)
-    return tuple(share + (device < rest) for device in range(devices))
+    share, remainder = divmod(layers, devices)
+    return tuple(share + (device < remainder) for device in range(devices))
 
 
 def in_flight_per_layer(order: Order) -> tuple[float, ...]:
@@ -72,24 +72,26 @@ def splits_by_cost(
             if not 0 <= cost < inf:
                 raise refused(name, cost, "finite and at least 0")
     layers, devices, stages = len(layer_costs), placement.devices, placement.stages
-    before = [0.0, *accumulate(map(float, layer_costs))]
+    cumulative = [0.0, *accumulate(map(float, layer_costs))]
 
-    def load_of(before: Sequence[float], last: int, weights: Sequence[float]) -> Load:
-        def load(part: int, first: int, end: int) -> tuple[float, float]:
-            return before[end] - before[first] + head * (part == last), weights[part] * (end - first)
+    def load_of(cumulative: Sequence[float], last: int, weights: Sequence[float]) -> Load:
+        def load(index: int, first: int, end: int) -> tuple[float, float]:
+            return cumulative[end] - cumulative[first] + head * (index == last), weights[index] * (end - first)
 
         return load
 
     by_stage = [in_flight[device] for device in placement.stage_device]
-    shortest_stage = best_split(layers, stages, load_of(before, stages - 1, by_stage), alike=len(set(layer_costs)) == 1)
+    shortest_stage = best_split(
+        layers, stages, load_of(cumulative, stages - 1, by_stage), alike=len(set(layer_costs)) == 1
+    )
     if stages == devices:
         return (shortest_stage,)
-    mean = before[-1] / layers if layers else 0.0
+    mean = cumulative[-1] / layers if layers else 0.0
     means = [mean * held for held in range(layers + 1)]
     loads = [load_of(means, placement.last_device, weights) for weights in (in_flight, [1.0] * devices)]
-    found = [over_stages(best_split(layers, devices, load, alike=True), placement, head, mean) for load in loads]
-    found.append(shortest_stage)
-    return tuple(dict.fromkeys(found))
+    splits = [over_stages(best_split(layers, devices, load, alike=True), placement, head, mean) for load in loads]
+    splits.append(shortest_stage)
+    return tuple(dict.fromkeys(splits))
 
 
 def over_stages(held: Sequence[int], placement: Placement, head: float, layer: float) -> tuple[int, ...]:
@@ -114,8 +116,8 @@ def best_split(layers: int, devices: int, load: Load, *, alike: bool = False) ->
 
     Raises InputError if no split has a finite time.
     """
-    least_maximum = _least_maximum_of_alike if alike else _least_maximum
-    time = least_maximum(layers, devices, lambda *part: load(*part)[0]) * NEARLY
+    minimise_maximum = _least_maximum_of_alike if alike else _least_maximum
+    time = minimise_maximum(layers, devices, lambda *interval: load(*interval)[0]) * NEARLY
     if time == inf:
         raise InputError("layers: no device can have them")
 
@@ -123,7 +125,7 @@ def best_split(layers: int, devices: int, load: Load, *, alike: bool = False) ->
         seconds, memory = load(device, first, last)
         return memory if seconds <= time else inf
 
-    memory = least_maximum(layers, devices, memory_of) * NEARLY
+    memory = minimise_maximum(layers, devices, memory_of) * NEARLY
     return _most_even(layers, devices, load, time, memory)
 
 
@@ -139,10 +141,10 @@ def _least_maximum(layers: int, devices: int, cost: Callable[[int, int, int], fl
         for stop in range(layers + 1):
             while first < stop and best[first] < cost(device, first, stop):
                 first += 1
-            found = max(best[first], cost(device, first, stop))
+            highest = max(best[first], cost(device, first, stop))
             if first:
-                found = min(found, max(best[first - 1], cost(device, first - 1, stop)))
-            current.append(found)
+                highest = min(highest, max(best[first - 1], cost(device, first - 1, stop)))
+            current.append(highest)
         best = current
     return best[-1]
 
@@ -154,8 +156,8 @@ def _least_maximum_of_alike(layers: int, devices: int, cost: Callable[[int, int,
     following = [(cost(device, 0, 1), device) for device in range(devices)] if layers else []
     heapify(following)
     for _ in range(layers):
-        more, device = following[0]
-        highest = max(highest, more)
+        device_cost, device = following[0]
+        highest = max(highest, device_cost)
         held[device] += 1
         if held[device] < layers:  # otherwise it has all of them
             heapreplace(following, (cost(device, 0, held[device] + 1), device))
@@ -170,37 +172,39 @@ def _most_even(layers: int, devices: int, load: Load, time: float, memory: float
         seconds, held = load(device, first, last)
         return seconds <= time and held <= memory
 
-    least = [layers]  # by device, last to first: layers before it, if it and those behind it have as many as they can
+    earliest = [
+        layers
+    ]  # by device, last to first: layers before it, if it and those behind it have as many as they can
     for device in reversed(range(devices)):
-        first = least[-1]
-        while first and fits(device, first - 1, least[-1]):
+        first = earliest[-1]
+        while first and fits(device, first - 1, earliest[-1]):
             first -= 1
-        least.append(first)
-    least.reverse()
+        earliest.append(first)
+    earliest.reverse()
     best: dict[int, tuple[float, float]] = {0: (0.0, 0.0)}  # by layers placed so far: sums of squared times, of memory
-    taken: list[dict[int, int]] = []
+    chosen: list[dict[int, int]] = []
     for device in range(devices):
         current: dict[int, tuple[float, float]] = {}
         count: dict[int, int] = {}
         for first, (squares, held) in sorted(best.items(), reverse=True):
-            for stop in range(max(first, least[device + 1]), layers + 1):
-                seconds, more = load(device, first, stop)
-                if seconds > time or more > memory:
+            for stop in range(max(first, earliest[device + 1]), layers + 1):
+                seconds, device_memory = load(device, first, stop)
+                if seconds > time or device_memory > memory:
                     break
-                found, known = (squares + seconds * seconds, held + more), current.get(stop)
-                if known is None or _is_less(found, known):
-                    current[stop], count[stop] = found, stop - first
+                candidate, known = (squares + seconds * seconds, held + device_memory), current.get(stop)
+                if known is None or _is_less(candidate, known):
+                    current[stop], count[stop] = candidate, stop - first
         best = current
-        taken.append(count)
+        chosen.append(count)
     split, layer = [], layers
-    for count in reversed(taken):
+    for count in reversed(chosen):
         split.append(count[layer])
         layer -= count[layer]
     return tuple(reversed(split))
 
 
-def _is_less(one: tuple[float, float], other: tuple[float, float]) -> bool:
+def _is_less(left: tuple[float, float], right: tuple[float, float]) -> bool:
     """Compare the first numbers, then the second ones, if the first are nearly equal."""
-    if one[0] * NEARLY < other[0]:
+    if left[0] * NEARLY < right[0]:
         return True
-    return one[0] <= other[0] * NEARLY and one[1] * NEARLY < other[1]
+    return left[0] <= right[0] * NEARLY and left[1] * NEARLY < right[1]

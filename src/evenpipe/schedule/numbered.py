@@ -55,7 +55,7 @@ class Numbered:
     def __init__(self, schedule: DeviceRows) -> None:
         self.schedule, self.rules, self.slices = schedule, Rules.of(schedule), schedule.slices
         self.microbatches = _microbatches(schedule)
-        self._turn = {microbatch: turn for turn, microbatch in enumerate(self.microbatches)}
+        self._index_of = {microbatch: index for index, microbatch in enumerate(self.microbatches)}
         self.units = len(self.microbatches) * self.slices
         self.transfers = len(self.rules.routes) * self.units
         self.groups: dict[PassGroup, int] = {}
@@ -73,22 +73,22 @@ class Numbered:
 
     def _number_row(self, device: int, row: Sequence[Item | None]) -> list[int]:
         numbers: list[int] = []
-        places: dict[tuple[object, ...], tuple[int, list[int], int] | None] = {}
+        locations: dict[tuple[object, ...], tuple[int, list[int], int] | None] = {}
         for position, item in enumerate(row):
             if item is None:
                 continue
             key = (item.kind, item.stage, item.peer) if isinstance(item, Transfer) else (item.kind, item.stage)
             try:
-                place = places[key]
+                location = locations[key]
             except KeyError:
-                place = places[key] = self._place(device, item)
-            if place is None:
+                location = locations[key] = self._locate(device, item)
+            if location is None:
                 if isinstance(item, Pass) and (item.parts or item.kind in SHARDING_KINDS):
                     numbers.append(self._number_apart(device, position, item))
                 else:
                     self.misplaced.append((device, position))
                 continue
-            first, positions, start = place
+            first, positions, start = location
             unit = self._unit(item)
             if unit is None:
                 self.misplaced.append((device, position))
@@ -99,7 +99,7 @@ class Numbered:
                 numbers.append(first + unit)
         return numbers
 
-    def _place(self, device: int, item: Item) -> tuple[int, list[int], int] | None:
+    def _locate(self, device: int, item: Item) -> tuple[int, list[int], int] | None:
         """The number of unit 0, a list of positions and the place of unit 0 in it; None for what does not belong."""
         if isinstance(item, Transfer):
             route = self.rules.route(device, item)
@@ -121,16 +121,16 @@ class Numbered:
         return first
 
     def _unit(self, item: Item) -> int | None:
-        turn = self._turn.get(item.microbatch)  # type: ignore[arg-type]
-        return None if turn is None or item.slice >= self.slices else turn * self.slices + item.slice
+        index = self._index_of.get(item.microbatch)  # type: ignore[arg-type]
+        return None if index is None or item.slice >= self.slices else index * self.slices + item.slice
 
     def _number_apart(self, device: int, position: int, item: Pass) -> int:
         parts = []
-        for part in item.parts:
-            place, unit = self._place(device, part), self._unit(part)
-            if place is None or unit is None:
+        for component in item.parts:
+            location, unit = self._locate(device, component), self._unit(component)
+            if location is None or unit is None:
                 self.misplaced.append((device, position))
-            elif self.position[n := place[0] + unit] != ABSENT:
+            elif self.position[n := location[0] + unit] != ABSENT:
                 self.repeated.append((device, position))
             else:
                 self.position[n] = position
@@ -155,29 +155,29 @@ class Numbered:
             )
             self.rule += list(range(len(self.needs), len(self.needs) + slices)) * (units // slices)
             for slice_ in range(slices):
-                own = []
+                local_steps = []
                 for kind, stage, step in rule.needs:
                     needed = PassGroup(group.device, kind, stage)
                     if 0 <= slice_ + step < slices and (kind not in IF_PRESENT or needed in self.groups):
-                        own.append(self._first(needed) + step - first)
-                self.needs.append((*own, *waits))
+                        local_steps.append(self._first(needed) + step - first)
+                self.needs.append((*local_steps, *waits))
                 self.uses.append(uses)
                 self.feeds.append(feeds)
         self.passes = len(self.position)
         self._groups = list(self.groups)
         self.rule += [-1] * (self.passes - len(self.rule))  # of groups that others need, but that are in no row
-        of_apart = []
-        for here, apart in self.apart.items():
-            of_apart.append(len(self.needs))
+        apart_rules = []
+        for number, entry in self.apart.items():
+            apart_rules.append(len(self.needs))
             for table in (self.needs, self.uses, self.feeds):
                 steps = [
-                    part + step - here
-                    for turn, part in enumerate(apart.parts)
-                    for step in table[self.rule[part]]
-                    if part + step not in apart.parts[:turn]
+                    component + step - number
+                    for index, component in enumerate(entry.parts)
+                    for step in table[self.rule[component]]
+                    if component + step not in entry.parts[:index]
                 ]
                 table.append(tuple(steps))
-        self.rule += of_apart[::-1] + [-1] * self.transfers
+        self.rule += apart_rules[::-1] + [-1] * self.transfers
         self.size = len(self.rule)
 
     # --- what a number is --------------------------------------------------------------------------------------------
@@ -216,8 +216,8 @@ class Numbered:
 
     def about(self, n: int) -> tuple[int, int]:
         """The microbatch and slice of a pass of a group, or of a transfer."""
-        turn, slice_ = divmod((n + self.transfers if n < 0 else n) % self.units, self.slices)
-        return self.microbatches[turn], slice_
+        index, slice_ = divmod((n + self.transfers if n < 0 else n) % self.units, self.slices)
+        return self.microbatches[index], slice_
 
     def position_of(self, n: int, device: int) -> int:
         """The position of a pass, or of a transfer in the row of a device; ABSENT if it is not there."""
@@ -237,13 +237,17 @@ class Numbered:
             return self.route(n).transfer(device, *self.about(n))
         group, unit = self._groups[n // self.units], n % self.units
         if self.position[n] != ABSENT:
-            there = self.schedule.rows[group.device][self.position[n]]
-            assert isinstance(there, Pass)
-            if not there.parts:
-                return there
-            for part in there.parts:
-                if ROLE[part.kind] is group.kind and part.stage == group.stage and self._unit(part) == unit:
-                    return part
+            scheduled = self.schedule.rows[group.device][self.position[n]]
+            assert isinstance(scheduled, Pass)
+            if not scheduled.parts:
+                return scheduled
+            for component in scheduled.parts:
+                if (
+                    ROLE[component.kind] is group.kind
+                    and component.stage == group.stage
+                    and self._unit(component) == unit
+                ):
+                    return component
         return Pass(group.kind, group.stage, *self.about(n))
 
     def device(self, n: int) -> int:
@@ -259,23 +263,23 @@ class Numbered:
         times = PassTimes(costs, schedule.placement, slices)
         takes = [0.0] * self.size
         for (device, kind, stage), first in self.kinds.items():
-            each = [times.of(Pass(kind, stage, 0, slice_), device) for slice_ in range(slices)]
-            takes[first : first + units] = each * (units // slices)
-        both = {(device, stage) for device, kind, stage in self.kinds if kind is Kind.I} & {
+            slice_times = [times.of(Pass(kind, stage, 0, slice_), device) for slice_ in range(slices)]
+            takes[first : first + units] = slice_times * (units // slices)
+        mixed = {(device, stage) for device, kind, stage in self.kinds if kind is Kind.I} & {
             (device, stage) for device, kind, stage in self.kinds if kind is Kind.B
         }
-        for device, _ in both:  # some backwards of a stage are whole, others split
+        for device, _ in mixed:  # some backwards of a stage are whole, others split
             for n in self.rows[device]:
                 if n >= 0 and isinstance(item := schedule.rows[device][self.position[n]], Pass):
                     takes[n] = times.of(item, device)
-        for number, apart in self.apart.items():
-            takes[number] = times.of(apart.item, apart.device)
-            for part in apart.parts:
-                takes[part] = 0.0
-        of_slices = costs.by_slice(slices if costs.slices else 1)
+        for number, entry in self.apart.items():
+            takes[number] = times.of(entry.item, entry.device)
+            for component in entry.parts:
+                takes[component] = 0.0
+        per_slice = costs.by_slice(slices if costs.slices else 1)
         for route in self.rules.routes:
-            each = [one.transfer_time(route.kind) for one in of_slices]
-            takes[self.place_of(route)] = each * (units // len(each))
+            slice_times = [slice_costs.transfer_time(route.kind) for slice_costs in per_slice]
+            takes[self.place_of(route)] = slice_times * (units // len(slice_times))
         return takes
 
 
@@ -284,6 +288,6 @@ def _microbatches(schedule: DeviceRows) -> Sequence[int]:
     if schedule.microbatches <= sum(map(len, schedule.rows)):
         return range(schedule.microbatches)
     items = (item for row in schedule.rows for item in row if item is not None)
-    parts = (part for item in items for part in (parts_of(item) if isinstance(item, Pass) else (item,)))
-    known = {part.microbatch for part in parts if part.microbatch is not None}
+    components = (component for item in items for component in (parts_of(item) if isinstance(item, Pass) else (item,)))
+    known = {component.microbatch for component in components if component.microbatch is not None}
     return sorted(microbatch for microbatch in known if 0 <= microbatch < schedule.microbatches)

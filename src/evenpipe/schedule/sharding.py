@@ -43,13 +43,13 @@ _OF_VOCABULARY = {
     Kind.RESHARD: {Kind.E: Kind.RESHARD_E, Kind.S: Kind.RESHARD_S},
     Kind.REDUCE_GRAD: {Kind.E: Kind.REDUCE_GRAD_E, Kind.S: Kind.REDUCE_GRAD_S},
 }
-_PART = {kind: part for kinds in _OF_VOCABULARY.values() for part, kind in kinds.items()}
+_PART = {kind: group for kinds in _OF_VOCABULARY.values() for group, kind in kinds.items()}
 _USING = (STAGE_KINDS - OFFLOAD_KINDS) | VOCABULARY_KINDS
 
 
-def sharding_pass(kind: Kind, part: Part) -> Pass:
+def sharding_pass(kind: Kind, group: Part) -> Pass:
     """The pass that gathers (`Kind.UNSHARD`), frees (`RESHARD`) or sums (`REDUCE_GRAD`) a part."""
-    return Pass(_OF_VOCABULARY[kind][part]) if isinstance(part, Kind) else Pass(kind, part)
+    return Pass(_OF_VOCABULARY[kind][group]) if isinstance(group, Kind) else Pass(kind, group)
 
 
 def part_of(item: Pass) -> Part:
@@ -69,24 +69,24 @@ class ParameterUse:
         matrices: as `parts_of_matrices`.
     """
 
-    def __init__(self, placement: Placement, mode: VocabularyMode, parts: Collection[Part]) -> None:
-        one_matrix = Kind.S in parts and Kind.E not in parts
+    def __init__(self, placement: Placement, mode: VocabularyMode, groups: Collection[Part]) -> None:
+        one_matrix = Kind.S in groups and Kind.E not in groups
         self.matrices = embedding, output = parts_of_matrices(placement, mode, one_matrix=one_matrix)
         self._ends = (placement.first_stage, placement.last_stage) if one_matrix and not mode.sharded else ()
-        found = {Kind.E: embedding, Kind.G: embedding, Kind.S: output, Kind.C: output, Kind.T: output}
-        self._of_vocabulary = {kind: (part,) for kind, part in found.items() if part in parts}
+        group_of = {Kind.E: embedding, Kind.G: embedding, Kind.S: output, Kind.C: output, Kind.T: output}
+        self._of_vocabulary = {kind: (group,) for kind, group in group_of.items() if group in groups}
 
     @classmethod
     def of_row(cls, placement: Placement, mode: VocabularyMode, row: Iterable[Item | None]) -> ParameterUse:
         """The users in a row: it tells which parts there are."""
         kinds = {item.kind for item in row if item is not None}
-        parts = {part for kind, part in _PART.items() if kind in kinds}
-        return cls(placement, mode, parts | {Kind.S} if mode.sharded else parts)
+        groups = {group for kind, group in _PART.items() if kind in kinds}
+        return cls(placement, mode, groups | {Kind.S} if mode.sharded else groups)
 
     def parts(self, item: Pass) -> tuple[Part, ...]:
         """The parts that a pass reads or adds gradients to."""
         if item.parts:
-            return tuple(dict.fromkeys(part for one in item.parts for part in self.parts(one)))
+            return tuple(dict.fromkeys(group for component in item.parts for group in self.parts(component)))
         if item.kind not in _USING:
             return ()
         if item.stage is None:
@@ -95,7 +95,9 @@ class ParameterUse:
 
     def added(self, item: Pass) -> set[Part]:
         """The parts whose gradients a pass adds to."""
-        return {part for one in parts_of(item) if one.kind in ADDING_KINDS for part in self.parts(one)}
+        return {
+            group for component in parts_of(item) if component.kind in ADDING_KINDS for group in self.parts(component)
+        }
 
 
 def parts_of_matrices(placement: Placement, mode: VocabularyMode, *, one_matrix: bool) -> tuple[Part, Part]:
@@ -116,7 +118,7 @@ def parts_of_device(placement: Placement, mode: VocabularyMode, device: int, *, 
     stages = placement.stages_of(device)
     both_ends = {placement.first_stage, placement.last_stage} <= {*stages}
     matrices = parts_of_matrices(placement, mode, one_matrix=tied and (mode.sharded or both_ends))
-    return tuple(dict.fromkeys((*stages, *(part for part in matrices if isinstance(part, Kind)))))
+    return tuple(dict.fromkeys((*stages, *(group for group in matrices if isinstance(group, Kind)))))
 
 
 def check_sharding(placement: Placement, mode: VocabularyMode, rows: Rows) -> Iterator[Fault]:
@@ -128,10 +130,10 @@ def check_sharding(placement: Placement, mode: VocabularyMode, rows: Rows) -> It
             continue
         state = RowSharding(placement, mode, row)
         for position, item in enumerate(row):
-            for what in state.take(item, position) if isinstance(item, Pass) else ():
-                yield Fault(device, position, what, neighbours(rows, device, position))
-        for part in sorted(state.used - state.summed.keys(), key=str) if sums else ():
-            yield Fault(device, None, f"{sharding_pass(Kind.REDUCE_GRAD, part)} is missing, but others are summed")
+            for message in state.take(item, position) if isinstance(item, Pass) else ():
+                yield Fault(device, position, message, neighbours(rows, device, position))
+        for group in sorted(state.used - state.summed.keys(), key=str) if sums else ():
+            yield Fault(device, None, f"{sharding_pass(Kind.REDUCE_GRAD, group)} is missing, but others are summed")
 
 
 class RowSharding:
@@ -152,38 +154,40 @@ class RowSharding:
 
     def awaits(self, item: Pass) -> tuple[Part, ...]:
         """The parts that the next pass has to wait for."""
-        return tuple(part for part in self._users.parts(item) if part in self.awaited)
+        return tuple(group for group in self._users.parts(item) if group in self.awaited)
 
     def take(self, item: Pass, position: int) -> list[str]:
         """Go on behind the next pass; return what is wrong with it."""
-        parts = self._users.parts(item)
-        self.used.update(parts)
-        self.awaited.difference_update(parts)
-        wrong = []
-        for part in parts:
-            if part in self._sharded and part not in self._gathered:
-                wrong.append(f"{item} needs {sharding_pass(Kind.UNSHARD, part)} before it, and no RESHARD in between")
-            if part in self.summed and part in self._users.added(item):
-                summed = f"{sharding_pass(Kind.REDUCE_GRAD, part)} at position {self.summed[part]}"
-                wrong.append(f"{item} adds to gradients that are summed before it, by {summed}")
+        groups = self._users.parts(item)
+        self.used.update(groups)
+        self.awaited.difference_update(groups)
+        messages = []
+        for group in groups:
+            if group in self._sharded and group not in self._gathered:
+                messages.append(
+                    f"{item} needs {sharding_pass(Kind.UNSHARD, group)} before it, and no RESHARD in between"
+                )
+            if group in self.summed and group in self._users.added(item):
+                summed = f"{sharding_pass(Kind.REDUCE_GRAD, group)} at position {self.summed[group]}"
+                messages.append(f"{item} adds to gradients that are summed before it, by {summed}")
         if not _is_sharding(item):
-            return wrong
-        part = part_of(item)
+            return messages
+        group = part_of(item)
         if item.kind in GATHERING_KINDS:
-            if part in self._gathered:
-                wrong.append(f"{item} gathers what is gathered already")
-            self._gathered.add(part)
-            self.awaited.add(part)
+            if group in self._gathered:
+                messages.append(f"{item} gathers what is gathered already")
+            self._gathered.add(group)
+            self.awaited.add(group)
         elif item.kind in FREEING_KINDS:
-            if part not in self._gathered:
-                wrong.append(f"{item} frees what is not gathered")
-            self._gathered.discard(part)
-            self.awaited.discard(part)
+            if group not in self._gathered:
+                messages.append(f"{item} frees what is not gathered")
+            self._gathered.discard(group)
+            self.awaited.discard(group)
         else:
-            if part in self.summed:
-                wrong.append(f"{item} is already at position {self.summed[part]}")
-            self.summed.setdefault(part, position)
-        return wrong
+            if group in self.summed:
+                messages.append(f"{item} is already at position {self.summed[group]}")
+            self.summed.setdefault(group, position)
+        return messages
 
 
 def _is_sharding(item: Item | None) -> TypeGuard[Pass]:

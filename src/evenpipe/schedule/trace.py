@@ -105,9 +105,9 @@ class Allocations:
         """Calls of the driver: 0 in a step without churn."""
         return self.device_allocations + self.device_frees
 
-    def since(self, before: Allocations) -> Allocations:
+    def since(self, earlier: Allocations) -> Allocations:
         """The difference between two counts of one allocator."""
-        return Allocations(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+        return Allocations(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +133,8 @@ class Gap:
     issuing transfers.
     """
 
-    before: PassTime | None
-    after: PassTime
+    previous: PassTime | None
+    following: PassTime
     waited: tuple[WaitTime, ...]
 
     @property
@@ -145,7 +145,7 @@ class Gap:
     @property
     def busy(self) -> float:
         """Seconds outside of passes and waits; 0 before the first pass."""
-        return 0.0 if self.before is None else max(0.0, self.after.start - self.before.end - self.waiting)
+        return 0.0 if self.previous is None else max(0.0, self.following.start - self.previous.end - self.waiting)
 
 
 @dataclass(frozen=True)
@@ -198,38 +198,38 @@ class Trace:
         row = self.devices[device]
         waits = iter(row.waits)
         wait = next(waits, None)
-        before: PassTime | None = None
+        previous: PassTime | None = None
         for item in row.passes:
             waited = []
             while wait is not None and wait.end <= item.start:
-                if before is None or wait.start >= before.end:
+                if previous is None or wait.start >= previous.end:
                     waited.append(wait)
                 wait = next(waits, None)
-            yield Gap(before, item, tuple(waited))
-            before = item
+            yield Gap(previous, item, tuple(waited))
+            previous = item
 
     def timeline(self) -> Timeline:
         """Passes as they ran, and beside them copies and transfers. A transfer lasts from the moment when its
         last member issued it until this device, or either end of a hop, found it complete."""
         devices = range(len(self.devices))
         transfers = self._transfers()
-        beside = ((*transfers[device], *self._copies(device)) for device in devices)
+        concurrent = ((*transfers[device], *self._copies(device)) for device in devices)
         return Timeline(
             tuple(tuple(self._passes(device)) for device in devices),
-            beside=tuple(tuple(sorted(row, key=attrgetter("start"))) for row in beside),
+            beside=tuple(tuple(sorted(row, key=attrgetter("start"))) for row in concurrent),
             placement=self.program.placement,
         )
 
     def _passes(self, device: int) -> Iterator[Event]:
         passes = self.devices[device].passes
-        for place, gap in enumerate(self.gaps(device)):
-            if gap.after.item.kind in (Kind.O, Kind.L):
+        for index, gap in enumerate(self.gaps(device)):
+            if gap.following.item.kind in (Kind.O, Kind.L):
                 continue  # the position where a copy is issued
             longest = max(gap.waited, key=lambda wait: wait.end - wait.start, default=None)
-            cause = _behind(passes, place, device)
+            cause = _device_cause(passes, index, device)
             if longest is not None and longest.end - longest.start > max(WAITED_SECONDS, gap.busy):
                 cause = Cause("transfer", longest.transfer, device)
-            yield Event(device, gap.after.item, gap.after.start, gap.after.end, cause)
+            yield Event(device, gap.following.item, gap.following.start, gap.following.end, cause)
 
     def _transfers(self) -> list[list[Event]]:
         """The transfers of each device."""
@@ -252,17 +252,19 @@ class Trace:
                 start, issuer = issued[key]
                 end = arrived.get(key, transfer.returned if transfer.complete is None else transfer.complete)
                 passes = self.devices[issuer].passes
-                cause = _behind(passes, bisect_right(passes, start, key=attrgetter("end")), issuer)
+                cause = _device_cause(passes, bisect_right(passes, start, key=attrgetter("end")), issuer)
                 rows[device].append(Event(device, transfer.item, start, max(start, end), cause))
         return rows
 
     def _copies(self, device: int) -> Iterator[Event]:
         row = self.devices[device]
-        asked = {entry.item: place for place, entry in enumerate(row.passes)}
+        position_of = {entry.item: position for position, entry in enumerate(row.passes)}
         for copy in row.copies:
-            yield Event(device, copy.item, copy.start, copy.end, _behind(row.passes, asked[copy.item], device))
+            yield Event(
+                device, copy.item, copy.start, copy.end, _device_cause(row.passes, position_of[copy.item], device)
+            )
 
 
-def _behind(passes: Sequence[PassTime], place: int, device: int) -> Cause:
+def _device_cause(passes: Sequence[PassTime], position: int, device: int) -> Cause:
     """The cause of what a device does at a place of its row."""
-    return Cause("device", passes[place - 1].item, device) if place else Cause("start")
+    return Cause("device", passes[position - 1].item, device) if position else Cause("start")

@@ -28,33 +28,33 @@ class Lane:
 
     def earliest(self, time: float, takes: float) -> float:
         """The first start at or after `time` of a free period of this length."""
-        for place in range(bisect_right(self._ends, time), len(self._starts)):
-            if time + takes <= self._starts[place]:
+        for index in range(bisect_right(self._ends, time), len(self._starts)):
+            if time + takes <= self._starts[index]:
                 break
-            time = max(time, self._ends[place])
+            time = max(time, self._ends[index])
         return time
 
     def latest(self, end: float, takes: float) -> float:
         """The last start of a free period of this length that ends in time."""
         start = end - takes
-        for place in range(bisect_left(self._starts, end) - 1, -1, -1):
-            if self._ends[place] <= start:
+        for index in range(bisect_left(self._starts, end) - 1, -1, -1):
+            if self._ends[index] <= start:
                 break
-            start = min(start, self._starts[place] - takes)
+            start = min(start, self._starts[index] - takes)
         return start
 
     def take(self, start: float, takes: float) -> None:
         """Mark the lane as busy from then on for this long; do nothing for a length of 0."""
         if takes > 0:
-            place = bisect_left(self._starts, start)
-            self._starts.insert(place, start)
-            self._ends.insert(place, start + takes)
+            index = bisect_left(self._starts, start)
+            self._starts.insert(index, start)
+            self._ends.insert(index, start + takes)
 
     def release(self, start: float, takes: float) -> None:
         """Undo `take` with the same arguments."""
         if takes > 0:
-            place = bisect_left(self._starts, start)
-            del self._starts[place], self._ends[place]
+            index = bisect_left(self._starts, start)
+            del self._starts[index], self._ends[index]
 
 
 class Lanes:
@@ -73,9 +73,9 @@ class Lanes:
 
     def earliest(self, device: int, direction: bool, time: float, takes: float) -> float:
         """As `Lane.earliest`, on all lanes that a copy needs."""
-        lanes, found = self._of(device, direction), None
-        while found != time:
-            found = time
+        lanes, previous = self._of(device, direction), None
+        while previous != time:
+            previous = time
             for lane in lanes:
                 time = lane.earliest(time, takes)
         return time
@@ -83,9 +83,9 @@ class Lanes:
     def latest(self, device: int, direction: bool, end: float, takes: float) -> float:
         """As `Lane.latest`."""
         lanes, start = self._of(device, direction), end - takes
-        found = None
-        while found != start:
-            found = start
+        previous = None
+        while previous != start:
+            previous = start
             for lane in lanes:
                 start = lane.latest(start + takes, takes)
         return start
@@ -109,25 +109,25 @@ class Copy:
     direction: bool
     issued: float
     takes: float
-    behind: int | None = None
+    predecessor: int | None = None
 
 
 def ends_of(copies: Sequence[Copy], engine: CopyEngine) -> list[float]:
     """When copies end that each device issues in the given order."""
     ends = [inf] * len(copies)
-    following = {copy.behind: number for number, copy in enumerate(copies) if copy.behind is not None}
+    following = {copy.predecessor: number for number, copy in enumerate(copies) if copy.predecessor is not None}
     events = [(copy.issued, number, False) for number, copy in enumerate(copies)]
     heapify(events)
 
     def waits(number: int) -> bool:
-        behind = copies[number].behind
-        return behind is not None and ends[behind] == inf
+        predecessor = copies[number].predecessor
+        return predecessor is not None and ends[predecessor] == inf
 
     def begin(number: int, now: float) -> None:
         heappush(events, (now + copies[number].takes, number, True))
 
-    places = [(copy.device, copy.direction) for copy in copies]
-    streams = CopyStreams(engine, places.__getitem__, waits, begin)
+    stream_keys = [(copy.device, copy.direction) for copy in copies]
+    streams = CopyStreams(engine, stream_keys.__getitem__, waits, begin)
     while events:
         now, number, over = heappop(events)
         if not over:

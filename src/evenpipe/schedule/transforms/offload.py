@@ -100,8 +100,8 @@ def without_offload(order: Order) -> Order:
 
 def offloaded(order: Order) -> frozenset[Forward]:
     """The forwards whose activations `order` moves."""
-    found = {item for row in order.rows for item in row if item and item.kind is Kind.O}
-    return frozenset((item.stage, unit_of(item, order.slices)) for item in found)
+    copies = {item for row in order.rows for item in row if item and item.kind is Kind.O}
+    return frozenset((item.stage, unit_of(item, order.slices)) for item in copies)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,69 +146,78 @@ class _Plan:
         self.order, self.engine, self.host_limit = order, costs.engine, host_limit
         self.rows = [list(order.passes(device)) for device in range(order.devices)]
         copied = costs.with_copies(order.placement, ASSUMED_COPY)
-        self.takes = [one.copy_times(order.placement) for one in copied.by_slice(order.slices)]
+        self.takes = [slice_costs.copy_times(order.placement) for slice_costs in copied.by_slice(order.slices)]
         self.known = costs.memory is not None or costs.bytes is not None
         if not self.known:
             if limits is not None or host_limit is not None:
                 raise InputError("offload: a limit needs costs with bytes, the bytes that passes store")
             costs = replace(costs, bytes=1.0)
-        self.deltas = [one.memory_deltas(order.placement) or {} for one in costs.by_slice(order.slices)]
+        self.deltas = [slice_costs.memory_deltas(order.placement) or {} for slice_costs in costs.by_slice(order.slices)]
         self.limited = limits is not None
         self.limits = (0.0,) * order.devices if limits is None else limits
         self.starts, self.ends, self.eager_ends = late_forwards(order, costs)
         self.tolerance = 1e-9 * max(end for ends in self.ends for end in ends)
-        self.stays = [list(self._stays(device, only)) for device in range(order.devices)]
-        self.longest = [max((stay.used - stay.made for stay in stays), default=0) for stays in self.stays]
+        self.activations = [list(self._movable(device, only)) for device in range(order.devices)]
+        self.longest = [
+            max((activation.used - activation.made for activation in activations), default=0)
+            for activations in self.activations
+        ]
         self.held = [BytesHeld(list(self._held(device))) for device in range(order.devices)]
         self.moved: list[dict[_HeldActivation, _RoundTrip]] = [{} for _ in self.rows]
         self.lanes = Lanes(costs.engine)
 
     # --- activations that can move -----------------------------------------------------------------------------
 
-    def _stays(self, device: int, only: frozenset[Forward] | None) -> Iterator[_HeldActivation]:
+    def _movable(self, device: int, only: frozenset[Forward] | None) -> Iterator[_HeldActivation]:
         """The movable activations of a device, in the order of their forwards."""
         if Kind.D not in self.deltas[0]:
             return
-        found = []
+        activations = []
         made: dict[Forward, int] = {}
         starts, ends = self.starts[device], self.ends[device]
-        for place, item in enumerate(self.rows[device]):
-            for part in parts_of(item):
-                stage = part.stage
-                if part.kind is Kind.F:
-                    unit = unit_of(part, self.order.slices)
+        for position, item in enumerate(self.rows[device]):
+            for component in parts_of(item):
+                stage = component.stage
+                if component.kind is Kind.F:
+                    unit = unit_of(component, self.order.slices)
                     if only is None or (stage, unit) in only:
-                        made[stage, unit] = place
-                elif part.kind is Kind.R or ROLE[part.kind] is Kind.B:
-                    unit = unit_of(part, self.order.slices)
-                    first = made.pop((stage, unit), place)
-                    if first < place:
+                        made[stage, unit] = position
+                elif component.kind is Kind.R or ROLE[component.kind] is Kind.B:
+                    unit = unit_of(component, self.order.slices)
+                    first = made.pop((stage, unit), position)
+                    if first < position:
                         assert stage is not None
-                        size = -self.deltas[part.slice][Kind.D][stage]
+                        size = -self.deltas[component.slice][Kind.D][stage]
                         if size > 0:
-                            found.append(
-                                _HeldActivation(device, stage, unit, size, first, place, ends[first], starts[place])
+                            activations.append(
+                                _HeldActivation(
+                                    device, stage, unit, size, first, position, ends[first], starts[position]
+                                )
                             )
-        yield from sorted(found, key=lambda stay: stay.made)
+        yield from sorted(activations, key=lambda activation: activation.made)
 
     def _held(self, device: int) -> Iterator[float]:
         """The most bytes during each pass of a row, with everything kept."""
 
-        def added(part: Pass) -> float:
-            sizes = self.deltas[part.slice].get(part.kind)
-            return 0.0 if sizes is None else sizes[device if part.stage is None else part.stage]
+        def added(item: Pass) -> float:
+            sizes = self.deltas[item.slice].get(item.kind)
+            return 0.0 if sizes is None else sizes[device if item.stage is None else item.stage]
 
-        return (most for _, most, _ in held_along(self.rows[device], added))
+        return (peak for _, peak, _ in held_along(self.rows[device], added))
 
-    def _stays_at(self, device: int, place: int) -> Iterator[_HeldActivation]:
+    def _activations_at(self, device: int, position: int) -> Iterator[_HeldActivation]:
         """The activations that are made before a position and used after it."""
-        stays = self.stays[device]
-        first = bisect_left(stays, place - self.longest[device], key=_made)
-        return (stay for stay in stays[first : bisect_left(stays, place, key=_made)] if stay.used > place)
+        activations = self.activations[device]
+        first = bisect_left(activations, position - self.longest[device], key=_made)
+        return (
+            activation
+            for activation in activations[first : bisect_left(activations, position, key=_made)]
+            if activation.used > position
+        )
 
-    def _copy(self, stay: _HeldActivation, kind: Kind) -> float:
+    def _copy(self, activation: _HeldActivation, kind: Kind) -> float:
         """The time of a copy, O or L."""
-        return self.takes[stay.unit % self.order.slices][kind][stay.stage]
+        return self.takes[activation.unit % self.order.slices][kind][activation.stage]
 
     # --- choosing activations to move --------------------------------------------------------------------------
 
@@ -234,54 +243,58 @@ class _Plan:
                 limit = self.limits[device] * (1 + ROUNDING)
                 heappush(above, (limit - self.held[device].most, device))
 
-    def _lower_at(self, device: int, where: int) -> bool:
+    def _lower_at(self, device: int, peak_position: int) -> bool:
         """Move the last-used activations among those held at a position; return False if none can move."""
-        staying = [stay for stay in self._stays_at(device, where) if stay not in self.moved[device]]
-        for stay in sorted(staying, key=lambda stay: -stay.used):
-            trip = self._in_time(stay)
-            if trip and trip.free_at <= where < trip.reload_at and self._host_has_room(stay, trip):
-                self.lanes.take(device, OUT, trip.out, self._copy(stay, Kind.O))
-                self.lanes.take(device, BACK, trip.back, self._copy(stay, Kind.L))
-                self._add(stay, trip)
+        staying = [
+            activation
+            for activation in self._activations_at(device, peak_position)
+            if activation not in self.moved[device]
+        ]
+        for activation in sorted(staying, key=lambda activation: -activation.used):
+            trip = self._in_time(activation)
+            if trip and trip.free_at <= peak_position < trip.reload_at and self._host_has_room(activation, trip):
+                self.lanes.take(device, OUT, trip.out, self._copy(activation, Kind.O))
+                self.lanes.take(device, BACK, trip.back, self._copy(activation, Kind.L))
+                self._add(activation, trip)
                 return True
         return False
 
-    def _add(self, stay: _HeldActivation, trip: _RoundTrip) -> None:
-        self.moved[stay.device][stay] = trip
-        self.held[stay.device].add(trip.free_at, trip.reload_at, -stay.size)
+    def _add(self, activation: _HeldActivation, trip: _RoundTrip) -> None:
+        self.moved[activation.device][activation] = trip
+        self.held[activation.device].add(trip.free_at, trip.reload_at, -activation.size)
 
-    def _in_time(self, stay: _HeldActivation) -> _RoundTrip | None:
+    def _in_time(self, activation: _HeldActivation) -> _RoundTrip | None:
         """A trip if there is time for both copies and a pass in between."""
-        device, out, back = stay.device, self._copy(stay, Kind.O), self._copy(stay, Kind.L)
-        start = self.lanes.earliest(device, OUT, stay.ready, out)
-        if start + out + back > stay.needed + self.tolerance:
+        device, out, back = activation.device, self._copy(activation, Kind.O), self._copy(activation, Kind.L)
+        start = self.lanes.earliest(device, OUT, activation.ready, out)
+        if start + out + back > activation.needed + self.tolerance:
             return None
         self.lanes.take(device, OUT, start, out)
-        latest = self.lanes.latest(device, BACK, stay.needed, back)
+        latest = self.lanes.latest(device, BACK, activation.needed, back)
         self.lanes.release(device, OUT, start, out)
         if start + out > latest + self.tolerance:
             return None
         # D comes at the first position after F that is reached when the copy to the host is over.
-        free_at = max(stay.made + 1, bisect_left(self.starts[device], start + out - self.tolerance))
-        offload_at = min(free_at, max(stay.made + 1, bisect_right(self.ends[device], start + self.tolerance)))
-        reload_at = min(stay.used, bisect_right(self.ends[device], latest + self.tolerance))
+        free_at = max(activation.made + 1, bisect_left(self.starts[device], start + out - self.tolerance))
+        offload_at = min(free_at, max(activation.made + 1, bisect_right(self.ends[device], start + self.tolerance)))
+        reload_at = min(activation.used, bisect_right(self.ends[device], latest + self.tolerance))
         return _RoundTrip(start, start + out, latest, offload_at, free_at, reload_at) if free_at < reload_at else None
 
-    def _host_has_room(self, stay: _HeldActivation, trip: _RoundTrip) -> bool:
+    def _host_has_room(self, activation: _HeldActivation, trip: _RoundTrip) -> bool:
         """Whether the host stays within the device's limit from O to the end of L."""
         if self.host_limit is None:
             return True
-        first, last = self._on_host(stay, trip)
-        events = [(first, stay.size), (last, -stay.size)]
-        for other, its in self.moved[stay.device].items():
-            begin, end = self._on_host(other, its)
+        first, last = self._on_host(activation, trip)
+        events = [(first, activation.size), (last, -activation.size)]
+        for other_activation, other_trip in self.moved[activation.device].items():
+            begin, end = self._on_host(other_activation, other_trip)
             if begin < last and end > first:
-                events += [(max(begin, first), other.size), (min(end, last), -other.size)]
+                events += [(max(begin, first), other_activation.size), (min(end, last), -other_activation.size)]
         events.sort()
         return max(accumulate(size for _, size in events)) <= self.host_limit * (1 + ROUNDING)
 
-    def _on_host(self, stay: _HeldActivation, trip: _RoundTrip) -> tuple[float, float]:
-        return trip.out, trip.back + self._copy(stay, Kind.L)
+    def _on_host(self, activation: _HeldActivation, trip: _RoundTrip) -> tuple[float, float]:
+        return trip.out, trip.back + self._copy(activation, Kind.L)
 
     def _drop_late(self) -> bool:
         """Simulate the copies with forwards as late as planned and as early as possible; if devices share links, also
@@ -290,70 +303,80 @@ class _Plan:
         late: dict[_HeldActivation, None] = {}
         devices = range(len(self.rows))
         scenarios = [[False for _ in devices], [True for _ in devices]]
-        for one in devices if self.engine.shared else ():
-            scenarios += [[device == one for device in devices], [device != one for device in devices]]
-        turns = [_turns(moved) for moved in self.moved]
+        for chosen in devices if self.engine.shared else ():
+            scenarios += [[device == chosen for device in devices], [device != chosen for device in devices]]
+        steps = [_copy_steps(moved) for moved in self.moved]
         for early in scenarios:
-            late |= self._late(early, turns)
-        for stay in late:
-            trip = self.moved[stay.device].pop(stay)
-            self.stays[stay.device].remove(stay)
-            self.held[stay.device].add(trip.free_at, trip.reload_at, stay.size)
-            self.lanes.release(stay.device, OUT, trip.out, self._copy(stay, Kind.O))
-            self.lanes.release(stay.device, BACK, trip.back, self._copy(stay, Kind.L))
+            late |= self._late(early, steps)
+        for activation in late:
+            trip = self.moved[activation.device].pop(activation)
+            self.activations[activation.device].remove(activation)
+            self.held[activation.device].add(trip.free_at, trip.reload_at, activation.size)
+            self.lanes.release(activation.device, OUT, trip.out, self._copy(activation, Kind.O))
+            self.lanes.release(activation.device, BACK, trip.back, self._copy(activation, Kind.L))
         return bool(late)
 
-    def _late(self, early: Sequence[bool], turns: list[list[_Turn]]) -> dict[_HeldActivation, None]:
+    def _late(self, early: Sequence[bool], steps: list[list[_CopyStep]]) -> dict[_HeldActivation, None]:
         """The late copies if these devices run forwards as early as they can, and others as late as planned."""
         copies: list[Copy] = []
         numbers: dict[tuple[_HeldActivation, Kind], int] = {}
         for device, moved in enumerate(self.moved):
             clock = 0.0
-            for place, kind, stay in turns[device]:
-                if place:
-                    clock = max(clock, (self.eager_ends if early[device] else self.ends)[device][place - 1])
+            for position, kind, activation in steps[device]:
+                if position:
+                    clock = max(clock, (self.eager_ends if early[device] else self.ends)[device][position - 1])
                 if kind is Kind.D:
-                    clock = clock if early[device] else max(clock, moved[stay].over)
+                    clock = clock if early[device] else max(clock, moved[activation].over)
                     continue
-                numbers[stay, kind] = len(copies)
-                behind = numbers[stay, Kind.O] if kind is Kind.L else None
-                takes = self._copy(stay, kind)
-                copies.append(Copy(device, BACK if kind is Kind.L else OUT, clock, takes, behind))
+                numbers[activation, kind] = len(copies)
+                predecessor = numbers[activation, Kind.O] if kind is Kind.L else None
+                takes = self._copy(activation, kind)
+                copies.append(Copy(device, BACK if kind is Kind.L else OUT, clock, takes, predecessor))
         ends = ends_of(copies, self.engine)
         late: dict[_HeldActivation, None] = {}
         for moved in self.moved:
-            for stay in sorted(moved, key=_made):
-                over = ends[numbers[stay, Kind.O]]
-                too_late = ends[numbers[stay, Kind.L]] > stay.needed + self.tolerance
-                if too_late or over > self.starts[stay.device][moved[stay].free_at] + self.tolerance:
-                    late[stay] = None
+            for activation in sorted(moved, key=_made):
+                over = ends[numbers[activation, Kind.O]]
+                too_late = ends[numbers[activation, Kind.L]] > activation.needed + self.tolerance
+                if too_late or over > self.starts[activation.device][moved[activation].free_at] + self.tolerance:
+                    late[activation] = None
         return late
 
     def _force(self, device: int, limit: float) -> None:
         """Let the device wait for copies until it stays within its limit, or nothing more helps."""
         held, moved = self.held[device], self.moved[device]
         while held.most > limit:
-            where = held.where()
-            there = list(self._stays_at(device, where))
-            under_way = [stay for stay in there if stay in moved and where < moved[stay].free_at]
-            early = [stay for stay in there if stay in moved and moved[stay].reload_at <= where]
-            begin = self.starts[device][where]
-            if under_way:
-                stay = min(under_way, key=lambda stay: moved[stay].over)
-                trip = moved[stay]
-                held.add(where, trip.free_at, -stay.size)
-                over, offload_at = min(trip.over, begin), min(trip.offload_at, where)
-                moved[stay] = trip._replace(over=over, offload_at=offload_at, free_at=where)
-            elif early:
-                stay = max(early, key=lambda stay: stay.needed)
-                trip = moved[stay]
-                held.add(trip.reload_at, where + 1, -stay.size)
-                moved[stay] = trip._replace(back=max(trip.back, begin), reload_at=where + 1)
+            peak_position = held.where()
+            present = list(self._activations_at(device, peak_position))
+            leaving = [
+                activation
+                for activation in present
+                if activation in moved and peak_position < moved[activation].free_at
+            ]
+            returned = [
+                activation
+                for activation in present
+                if activation in moved and moved[activation].reload_at <= peak_position
+            ]
+            begin = self.starts[device][peak_position]
+            if leaving:
+                activation = min(leaving, key=lambda activation: moved[activation].over)
+                trip = moved[activation]
+                held.add(peak_position, trip.free_at, -activation.size)
+                over, offload_at = min(trip.over, begin), min(trip.offload_at, peak_position)
+                moved[activation] = trip._replace(over=over, offload_at=offload_at, free_at=peak_position)
+            elif returned:
+                activation = max(returned, key=lambda activation: activation.needed)
+                trip = moved[activation]
+                held.add(trip.reload_at, peak_position + 1, -activation.size)
+                moved[activation] = trip._replace(back=max(trip.back, begin), reload_at=peak_position + 1)
             else:
-                for stay in sorted(there, key=lambda stay: -stay.used):
-                    trip = _RoundTrip(stay.ready, begin, begin, stay.made + 1, where, where + 1)
-                    if stay not in moved and self._host_has_room(stay, trip):
-                        self._add(stay, trip)
+                for activation in sorted(present, key=lambda activation: -activation.used):
+                    trip = _RoundTrip(
+                        activation.ready, begin, begin, activation.made + 1, peak_position, peak_position + 1
+                    )
+                    if activation not in moved and self._host_has_room(activation, trip):
+                        self._add(activation, trip)
                         break
                 else:
                     return
@@ -372,29 +395,29 @@ class _Plan:
         return Offloaded(replace(self.order, rows=rows), tuple(map(len, self.moved)), peaks, over)
 
 
-_Turn = tuple[int, Kind, _HeldActivation]
+_CopyStep = tuple[int, Kind, _HeldActivation]
 """Position of an O, D or L."""
 
 
-def _turns(moved: Mapping[_HeldActivation, _RoundTrip]) -> list[_Turn]:
+def _copy_steps(moved: Mapping[_HeldActivation, _RoundTrip]) -> list[_CopyStep]:
     """O, D and L of a device in the order of its row, each with its position. At one position memory is freed
     first: `_in_time` makes sure that no pass waits for it. Copies follow by time, as the engine takes them."""
-    turns = []
-    for stay, trip in moved.items():
+    steps = []
+    for activation, trip in moved.items():
         at_once = trip.offload_at == trip.free_at
-        turns.append((trip.offload_at, not at_once, trip.out, Kind.O, stay))
-        turns.append((trip.free_at, False, max(trip.out, trip.over), Kind.D, stay))
-        turns.append((trip.reload_at, True, trip.back, Kind.L, stay))
-    turns.sort(key=lambda turn: (*turn[:3], turn[4].stage, turn[4].unit, turn[3] is Kind.D))
-    return [(place, kind, stay) for place, _, _, kind, stay in turns]
+        steps.append((trip.offload_at, not at_once, trip.out, Kind.O, activation))
+        steps.append((trip.free_at, False, max(trip.out, trip.over), Kind.D, activation))
+        steps.append((trip.reload_at, True, trip.back, Kind.L, activation))
+    steps.sort(key=lambda step: (*step[:3], step[4].stage, step[4].unit, step[3] is Kind.D))
+    return [(position, kind, activation) for position, _, _, kind, activation in steps]
 
 
 def _row(row: Sequence[Pass], moved: Mapping[_HeldActivation, _RoundTrip], slices: int) -> tuple[Pass, ...]:
     copies: dict[int, list[Pass]] = {}
-    for place, kind, stay in _turns(moved):
-        assert place < len(row), "every copy comes before a pass"
-        copies.setdefault(place, []).append(Pass(kind, stay.stage, *divmod(stay.unit, slices)))
-    return tuple(one for place, item in enumerate(row) for one in (*copies.get(place, ()), item))
+    for position, kind, activation in _copy_steps(moved):
+        assert position < len(row), "every copy comes before a pass"
+        copies.setdefault(position, []).append(Pass(kind, activation.stage, *divmod(activation.unit, slices)))
+    return tuple(entry for position, item in enumerate(row) for entry in (*copies.get(position, ()), item))
 
 
 ROUNDING = 1e-12

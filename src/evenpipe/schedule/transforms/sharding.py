@@ -38,8 +38,8 @@ def add_sharding(
     ahead = 1 if prefetch is None and reshard else prefetch
     rows: list[Any] = []  # of passes alone if they were so before
     for device in range(schedule.devices):
-        parts = parts_of_device(schedule.placement, schedule.vocabulary, device, tied=tied)
-        rows.append(tuple(_sharded(schedule, device, parts, gathers=gathers, reshard=reshard, ahead=ahead)))
+        groups = parts_of_device(schedule.placement, schedule.vocabulary, device, tied=tied)
+        rows.append(tuple(_sharded(schedule, device, groups, gathers=gathers, reshard=reshard, ahead=ahead)))
     return replace(schedule, rows=tuple(rows))
 
 
@@ -52,49 +52,51 @@ def without_sharding(schedule: Scheduled) -> Scheduled:
 
 
 def _sharded(
-    schedule: Order | Program, device: int, parts: Collection[Part], *, gathers: bool, reshard: bool, ahead: int | None
+    schedule: Order | Program, device: int, groups: Collection[Part], *, gathers: bool, reshard: bool, ahead: int | None
 ) -> list[Item]:
     """The row of a device that has these parts. `ahead`: parts, None for all."""
     row = [item for item in schedule.rows[device] if item is not None]
-    users = ParameterUse(schedule.placement, schedule.vocabulary, parts)
+    users = ParameterUse(schedule.placement, schedule.vocabulary, groups)
     uses = [users.parts(item) if isinstance(item, Pass) else () for item in row]
-    last = {part: position for position, used in enumerate(uses) for part in used}
-    given = [item for item in row if isinstance(item, Pass) and item.kind in SHARDING_KINDS]
-    summed = {part_of(item) for item in given if item.kind in REDUCING_KINDS}
-    placed = {part_of(item) for item in given if item.kind not in REDUCING_KINDS}
-    wanted = _next_parts(uses, {part for part in parts if gathers and part not in placed}, ahead)
+    last_use = {group: position for position, used in enumerate(uses) for group in used}
+    existing = [item for item in row if isinstance(item, Pass) and item.kind in SHARDING_KINDS]
+    summed = {part_of(item) for item in existing if item.kind in REDUCING_KINDS}
+    placed = {part_of(item) for item in existing if item.kind not in REDUCING_KINDS}
+    upcoming = _next_groups(uses, {group for group in groups if gathers and group not in placed}, ahead)
     gathered: list[Part] = []
     begun: set[Part] = set()
     result: list[Item] = []
     for position, item in enumerate(row):
-        soon = wanted[position] if uses[position] else ()
+        soon = upcoming[position] if uses[position] else ()
         if reshard and soon:
-            for part in [part for part in gathered if part not in soon]:
-                gathered.remove(part)
-                result.append(sharding_pass(Kind.RESHARD, part))
-        for part in soon:
-            if part not in gathered and (reshard or part not in begun):
-                gathered.append(part)
-                begun.add(part)
-                result.append(sharding_pass(Kind.UNSHARD, part))
+            for group in [group for group in gathered if group not in soon]:
+                gathered.remove(group)
+                result.append(sharding_pass(Kind.RESHARD, group))
+        for group in soon:
+            if group not in gathered and (reshard or group not in begun):
+                gathered.append(group)
+                begun.add(group)
+                result.append(sharding_pass(Kind.UNSHARD, group))
         result.append(item)
-        for part in parts:
-            if last.get(part) == position:
-                if not schedule.forward_only and part not in summed:
-                    result.append(sharding_pass(Kind.REDUCE_GRAD, part))
-                if part in gathered:
-                    gathered.remove(part)
-                    result.append(sharding_pass(Kind.RESHARD, part))
+        for group in groups:
+            if last_use.get(group) == position:
+                if not schedule.forward_only and group not in summed:
+                    result.append(sharding_pass(Kind.REDUCE_GRAD, group))
+                if group in gathered:
+                    gathered.remove(group)
+                    result.append(sharding_pass(Kind.RESHARD, group))
     return result
 
 
-def _next_parts(uses: Sequence[tuple[Part, ...]], parts: Collection[Part], ahead: int | None) -> list[tuple[Part, ...]]:
+def _next_groups(
+    uses: Sequence[tuple[Part, ...]], groups: Collection[Part], ahead: int | None
+) -> list[tuple[Part, ...]]:
     """Return, by position, the parts among these that the passes from there on use: all of the first pass, and others
     in the order of their next use, so many ahead (None: all)."""
     soon: list[Part] = []
-    found = []
+    result = []
     for used in reversed(uses):
-        here = [part for part in used if part in parts]
-        soon = [*here, *(part for part in soon if part not in here)]
-        found.append(tuple(soon if ahead is None else soon[: max(len(here), ahead + 1)]))
-    return found[::-1]
+        current = [group for group in used if group in groups]
+        soon = [*current, *(group for group in soon if group not in current)]
+        result.append(tuple(soon if ahead is None else soon[: max(len(current), ahead + 1)]))
+    return result[::-1]
