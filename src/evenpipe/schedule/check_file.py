@@ -61,16 +61,16 @@ class FileReport:
         """The report as text: up to `SHOWN` faults, with the rows around them, or a description of the order."""
         if not self.sound:
             lines = [count(len(self.faults), "fault"), *map(str, self.faults[:SHOWN])]
-            more = len(self.faults) - SHOWN
-            return "\n".join([*lines, f"and {more} more; --json lists all"] if more > 0 else lines)
-        what = "a program with transfers" if isinstance(self.schedule, Program) else "an order"
+            hidden = len(self.faults) - SHOWN
+            return "\n".join([*lines, f"and {hidden} more; --json lists all"] if hidden > 0 else lines)
+        description = "a program with transfers" if isinstance(self.schedule, Program) else "an order"
         if self.schedule.forward_only:
-            what += ", for evaluation,"
+            description += ", for evaluation,"
         placement = self.schedule.placement
         devices = " ".join(map(str, placement.stage_device))
         cut = "" if self.schedule.slices == 1 else f" of {count(self.schedule.slices, 'slice')}"
         lines = [
-            f"sound: {what} of {count(placement.devices, 'device')} and "
+            f"sound: {description} of {count(placement.devices, 'device')} and "
             f"{count(self.schedule.microbatches, 'microbatch')}{cut}",
             f"{'device of stage 0' if placement.stages == 1 else f'devices of stages 0 to {placement.last_stage}'}: "
             f"{devices}",
@@ -116,5 +116,5 @@ def check_file(
 def _known(order: Order, device: int) -> Iterator[Pass]:
     """The passes of a device whose stages exist."""
     for item in order.passes(device):
-        if all(part.stage is None or part.stage < order.placement.stages for part in parts_of(item)):
+        if all(component.stage is None or component.stage < order.placement.stages for component in parts_of(item)):
             yield item

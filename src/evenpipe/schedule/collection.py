@@ -14,10 +14,10 @@ _THRESHOLD = 1_000_000
 def collecting_rarely() -> Iterator[None]:
     """Collect garbage rarely: little of what is built here is garbage, and scanning it repeatedly would take as long as
     some of the work. Also a decorator: `@collecting_rarely()`."""
-    before = gc.get_threshold()
-    if 0 < before[0] < _THRESHOLD:
-        gc.set_threshold(_THRESHOLD, *before[1:])
+    thresholds = gc.get_threshold()
+    if 0 < thresholds[0] < _THRESHOLD:
+        gc.set_threshold(_THRESHOLD, *thresholds[1:])
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        gc.set_threshold(*thresholds)

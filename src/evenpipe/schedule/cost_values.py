@@ -35,14 +35,14 @@ Cost = Time | Some[Time]
 SignedCost = Signed | Some[Signed]
 
 
-def spread(name: str, value: Cost | None, count: int, what: str) -> tuple[float, ...] | None:
+def spread(name: str, value: Cost | None, count: int, owner: str) -> tuple[float, ...] | None:
     """One number for each of `count` stages or devices (`what` names them), or None if no cost is given."""
     if value is None:
         return None
     if not isinstance(value, tuple):
         return (value,) * count
     if len(value) != count:
-        has = f"{words.count(len(value), 'number')} for {words.count(count, what)}"
+        has = f"{words.count(len(value), 'number')} for {words.count(count, owner)}"
         raise InputError(f"costs.{name} has {has}; give one number{f', or {count}' if count > 1 else ''}")
     return value
 
@@ -53,11 +53,11 @@ def multiplied(name: str, value: Cost, factor: Cost) -> Cost:
         if len(value) != len(factor):
             has = words.count(len(factor), "factor")
             raise InputError(f"costs.slices.{name} has {has} for {words.count(len(value), 'stage')}")
-        return tuple(one * other for one, other in zip(value, factor, strict=True))
+        return tuple(element * element_factor for element, element_factor in zip(value, factor, strict=True))
     if isinstance(factor, tuple):
         value, factor = factor, value
     assert isinstance(factor, float)
-    return tuple(one * factor for one in value) if isinstance(value, tuple) else value * factor
+    return tuple(element * factor for element in value) if isinstance(value, tuple) else value * factor
 
 
 def added(*values: Cost | None) -> Cost | None:

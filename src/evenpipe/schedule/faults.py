@@ -33,8 +33,10 @@ class Fault:
     rows: str = ""
 
     def __str__(self) -> str:
-        place = f"device {self.device}" if self.position is None else f"device {self.device}, position {self.position}"
-        return f"{place}: {self.what}" + (f"\n{self.rows}" if self.rows else "")
+        location = (
+            f"device {self.device}" if self.position is None else f"device {self.device}, position {self.position}"
+        )
+        return f"{location}: {self.what}" + (f"\n{self.rows}" if self.rows else "")
 
 
 @dataclass(frozen=True, slots=True)

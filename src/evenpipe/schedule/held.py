@@ -22,12 +22,12 @@ def held_along(row: Iterable[Item | None], change: Callable[[Pass], float]) -> I
     held = 0.0
     for position, item in enumerate(row):
         if isinstance(item, Pass):
-            most = held
-            for part in item.parts or (item,):
-                held += change(part)
-                if held > most:  # noqa: PLR1730  # quicker than max
-                    most = held
-            yield position, most, held
+            peak = held
+            for component in item.parts or (item,):
+                held += change(component)
+                if held > peak:  # noqa: PLR1730  # quicker than max
+                    peak = held
+            yield position, peak, held
 
 
 def peak_activations(
@@ -39,21 +39,21 @@ def peak_activations(
     A forward stores one; a full backward releases it, or W if the backward is split. A row without backwards evaluates
     and stores nothing.
     """
-    parts = [part for part in parts_in(row) if part.kind in IN_FLIGHT]
-    changes: list[float] = [IN_FLIGHT[part.kind] for part in parts]
+    items = [item for item in parts_in(row) if item.kind in IN_FLIGHT]
+    changes: list[float] = [IN_FLIGHT[item.kind] for item in items]
     if min(changes, default=0) >= 0:
         return 0.0
     if weights:
         changes = [
-            change * weights[part.stage] * factor_of(part, factors) if part.stage is not None else change
-            for part, change in zip(parts, changes, strict=True)
+            change * weights[item.stage] * factor_of(item, factors) if item.stage is not None else change
+            for item, change in zip(items, changes, strict=True)
         ]
     return max(accumulate(changes, initial=0.0))
 
 
-def factor_of(part: Pass, factors: tuple[float, ...]) -> float:
+def factor_of(item: Pass, factors: tuple[float, ...]) -> float:
     """The factor of a pass among those of all slices; 1 if there are none."""
-    return factors[part.slice] if factors else 1.0
+    return factors[item.slice] if factors else 1.0
 
 
 def held_over_time(changes: Iterable[tuple[float, int, float]]) -> Curve:
@@ -63,8 +63,8 @@ def held_over_time(changes: Iterable[tuple[float, int, float]]) -> Curve:
     """
     held = 0.0
     curve = []
-    for time, those in groupby(sorted(changes), key=itemgetter(0)):
-        for _, _, added in those:
+    for time, simultaneous in groupby(sorted(changes), key=itemgetter(0)):
+        for _, _, added in simultaneous:
             held += added
         curve.append((time, held))
     return tuple(curve)

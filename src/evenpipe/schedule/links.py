@@ -39,12 +39,12 @@ class Link:
     bytes: Time | None = None
     """Size of one transfer."""
 
-    def over(self, other: Link | None) -> Link:
+    def over(self, default: Link | None) -> Link:
         """This link, with missing values taken from `other`."""
-        if other is None:
+        if default is None:
             return self
-        said = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
-        return replace(other, **said)
+        overrides = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+        return replace(default, **overrides)
 
     @property
     def time(self) -> float:
@@ -58,11 +58,11 @@ def check_links(links: Mapping[str, Link]) -> None:
     for key, link in links.items():
         if key not in LINKS and not _HOP.fullmatch(key):
             raise unknown_key("costs.links", key, (*LINKS, "F:0>1"))
-        whole = link if key in LINKS else link.over(links.get("p2p"))
+        effective = link if key in LINKS else link.over(links.get("p2p"))
         if key == REPLICAS:
             if link.bytes is not None or link.bandwidth is None:
                 raise InputError(f"costs.links.{REPLICAS} must have a bandwidth and no bytes; sharding has the bytes")
-        elif whole.bandwidth is not None and whole.bytes is None:
+        elif effective.bandwidth is not None and effective.bytes is None:
             raise InputError(f"costs.links.{key} has a bandwidth but no bytes; give the size of one transfer")
 
 

@@ -133,7 +133,7 @@ class Order(DeviceRows):
 
     def splits_backward(self, device: int) -> bool:
         """Whether a backward of this device is split into I and W."""
-        return any(part.kind is Kind.I for part in parts_in(self.rows[device]))
+        return any(item.kind is Kind.I for item in parts_in(self.rows[device]))
 
     @classmethod
     def _check_items(cls, rows: Rows) -> None:

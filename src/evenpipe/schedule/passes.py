@@ -235,9 +235,9 @@ def parse_item(text: str) -> Item:
     has_stage, has_microbatch = stage is not None, microbatch is not None
     if (has_stage, has_microbatch) != _SHAPES[name]:
         in_stage, of_microbatch = _SHAPES[name]
-        wanted = _text(name, stage or 0 if in_stage else None, microbatch or 0 if of_microbatch else None, slice_)
+        example = _text(name, stage or 0 if in_stage else None, microbatch or 0 if of_microbatch else None, slice_)
         belongs = f"{'a' if in_stage else 'no'} stage and {'a' if of_microbatch else 'no'} microbatch"
-        raise InputError(f"{quoted(text)} is not a pass or transfer; {name} has {belongs}, as in {wanted}")
+        raise InputError(f"{quoted(text)} is not a pass or transfer; {name} has {belongs}, as in {example}")
     if mark and mark != TOWARDS.get(_TRANSFERS.get(name)):
         raise InputError(
             f"{quoted(text)} is not a pass or transfer; only hops name the stage at their other end, as in "
@@ -264,7 +264,7 @@ def _parse_overlap(text: str) -> Pass:
 def _check_parts(item: Pass) -> None:
     if item.kind is not Kind.OVERLAP_F_B or item.stage is not None or item.microbatch is not None:
         raise InputError(f"only an OVERLAP_F_B without stage and microbatch of its own has parts, not {item.kind}")
-    if len(item.parts) < 2 or not {part.kind for part in item.parts} <= JOINT_KINDS:
+    if len(item.parts) < 2 or not {component.kind for component in item.parts} <= JOINT_KINDS:
         raise InputError(f"{quoted(str(item))} is not a pass; an OVERLAP_F_B has two or more of F, B, I and W")
 
 

@@ -26,8 +26,8 @@ class Placement:
     stage_device: tuple[int, ...]
     edges: tuple[Edge, ...] = ()
     _stages_of: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
-    _before: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
-    _after: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    _predecessors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    _successors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     cache: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
     """What others have made from this placement and want to find again, for as long as it lives."""
 
@@ -54,23 +54,23 @@ class Placement:
     def _connect(self) -> None:
         """Check and sort the edges, and note what is next to each stage."""
         edges = tuple(sorted(self.edges)) or _chain(self.stages)
-        before: list[list[int]] = [[] for _ in self.stage_device]
-        after: list[list[int]] = [[] for _ in self.stage_device]
+        predecessors: list[list[int]] = [[] for _ in self.stage_device]
+        successors: list[list[int]] = [[] for _ in self.stage_device]
         for source, target in edges:
             if not 0 <= source < target < self.stages:
                 raise InputError(
                     f"edge {source}>{target} must lead to a higher stage; stages are 0 to {self.last_stage}"
                 )
-            if target in after[source]:
+            if target in successors[source]:
                 raise InputError(f"edge {source}>{target} is given twice")
-            before[target].append(source)
-            after[source].append(target)
+            predecessors[target].append(source)
+            successors[source].append(target)
         for stage in range(self.stages):
-            if not before[stage] and stage != self.first_stage:
+            if not predecessors[stage] and stage != self.first_stage:
                 raise InputError(f"no edge leads to stage {stage}; only stage 0 begins the graph of stages")
-            if not after[stage] and stage != self.last_stage:
+            if not successors[stage] and stage != self.last_stage:
                 raise InputError(f"no edge leaves stage {stage}; only stage {self.last_stage} ends the graph of stages")
-        for name, value in (("edges", edges), ("_before", before), ("_after", after)):
+        for name, value in (("edges", edges), ("_predecessors", predecessors), ("_successors", successors)):
             object.__setattr__(self, name, tuple(value if name == "edges" else map(tuple, value)))
 
     @classmethod
@@ -130,11 +130,11 @@ class Placement:
 
     def predecessors(self, stage: int) -> tuple[int, ...]:
         """The stages whose output `stage` takes."""
-        return self._before[stage]
+        return self._predecessors[stage]
 
     def successors(self, stage: int) -> tuple[int, ...]:
         """The stages that take the output of `stage`."""
-        return self._after[stage]
+        return self._successors[stage]
 
 
 def edges_of_text(text: str) -> tuple[Edge, ...]:

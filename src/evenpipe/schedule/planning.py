@@ -117,21 +117,21 @@ def plan_order(
     only if no vocabulary passes are added. Raises InputError for unknown names, for an order of another size or with
     the vocabulary passes of another mode, and for an unsound one, with every fault.
     """
-    wanted = VocabularyMode.of(mode)
+    target_mode = VocabularyMode.of(mode)
     if isinstance(schedule, Program):
-        keeps = schedule.vocabulary.sharded or not wanted.sharded
+        keeps = schedule.vocabulary.sharded or not target_mode.sharded
         schedule = schedule.order if keeps else without_sharding(schedule.order)
     size = devices, microbatches, slices
     average = None if costs is None else costs.on_average
     scheduled, cut = _scheduled(schedule, size, average, make, **options)
     moved = offloaded(scheduled)
-    order = _in_mode(scheduled, cut, wanted, costs)
+    order = _in_mode(scheduled, cut, target_mode, costs)
     by_costs = costs is not None and isinstance(schedule, str) and _plans_by_costs(schedule)
-    if by_costs and wanted.sharded and not moved:
+    if by_costs and target_mode.sharded and not moved:
         for_equal, _ = _scheduled(schedule, size, None, make, **options)
         if for_equal != scheduled:
             assert costs is not None
-            order = _shorter(order, _in_mode(for_equal, cut, wanted, costs), costs)
+            order = _shorter(order, _in_mode(for_equal, cut, target_mode, costs), costs)
     if offload != "scheduled":
         return with_offload(order, costs, offload, host_memory)
     if not moved:
@@ -158,13 +158,16 @@ def _plans_by_costs(schedule: str) -> bool:
     return not schedule.endswith(".csv") and takes_costs(schedule)
 
 
-def _shorter(order: Order, other: Order, costs: Costs) -> Order:
+def _shorter(order: Order, alternative: Order, costs: Costs) -> Order:
     """The other order if its step is shorter, and no device holds more; else the first."""
-    held, more = ([peak_activations(one.passes(device)) for device in range(one.devices)] for one in (order, other))
-    if any(map(gt, more, held)):
+    held, alternative_held = (
+        [peak_activations(candidate.passes(device)) for device in range(candidate.devices)]
+        for candidate in (order, alternative)
+    )
+    if any(map(gt, alternative_held, held)):
         return order
     times = with_vocabulary_times(costs)
-    return other if Length.of(other, times).better_than(Length.of(order, times)) else order
+    return alternative if Length.of(alternative, times).better_than(Length.of(order, times)) else order
 
 
 def _scheduled(
@@ -179,8 +182,8 @@ def _scheduled(
     devices, microbatches, slices = size
     if slices is not None:
         check_count("slices", slices)
-    given = isinstance(schedule, Order) or (isinstance(schedule, str) and schedule.endswith(".csv"))
-    cut = 1 if given or slices is None else slices
+    is_given = isinstance(schedule, Order) or (isinstance(schedule, str) and schedule.endswith(".csv"))
+    cut = 1 if is_given or slices is None else slices
     units = microbatches * cut
     if isinstance(schedule, str):
         order = make(schedule, devices, units, costs=costs, **options)
@@ -194,7 +197,7 @@ def _scheduled(
             f"the order is for {count(order.devices, 'device')} and {count(order.microbatches, 'microbatch')}, "
             f"not {devices} and {units}"
         )
-    if given and slices not in (None, order.slices):
+    if is_given and slices not in (None, order.slices):
         raise InputError(f"the order has sequences of {count(order.slices, 'slice')}, not {slices}")
     return order, cut
 

@@ -28,40 +28,40 @@ def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
     """
     numbered = _numbered(program)
     row, rules = program.rows[device], numbered.rules
-    sources = {route.number: _others(route.producers, device) for route in rules.routes}
+    sources = {route.number: _devices_except(route.producers, device) for route in rules.routes}
     uses = {route.number: _uses(numbered, route, device) for route in rules.routes if device in route.members}
     reached = [-1] * program.devices  # position that another device is known to have reached
     sent: list[int] = []
     unused: dict[int, int] = {}  # by sent transfer, others that are not known to have used it
-    under_way: list[list[tuple[int, int]]] = [[] for _ in reached]  # by device, heaps of positions of uses, and places
-    found: dict[int, tuple[Transfer, ...]] = {}
+    in_flight: list[list[tuple[int, int]]] = [[] for _ in reached]  # by device, heaps of positions of uses, and places
+    released: dict[int, tuple[Transfer, ...]] = {}
     for n in numbered.rows[device]:
         if numbered.is_transfer(n):
-            others = uses[numbered.route(n).number]
-            if others:
-                for other, first in others.items():
-                    heappush(under_way[other], (numbered.position[first + numbered.unit_of(n)], len(sent)))
-                unused[len(sent)] = len(others)
+            receivers = uses[numbered.route(n).number]
+            if receivers:
+                for receiver, first in receivers.items():
+                    heappush(in_flight[receiver], (numbered.position[first + numbered.unit_of(n)], len(sent)))
+                unused[len(sent)] = len(receivers)
                 sent.append(n)
             continue
         arrived: list[int] = []
         awaited = (n + step for step in numbered.needs[numbered.rule[n]] if numbered.is_transfer(n + step))
         for transfer in awaited:
             route = numbered.route(transfer).number
-            for other in sources[route]:
-                reached[other] = max(reached[other], numbered.issued[other][route][numbered.unit_of(transfer)])
-                while under_way[other] and under_way[other][0][0] < reached[other]:
-                    _, place = heappop(under_way[other])
-                    unused[place] -= 1
-                    if not unused[place]:
-                        arrived.append(place)
+            for source in sources[route]:
+                reached[source] = max(reached[source], numbered.issued[source][route][numbered.unit_of(transfer)])
+                while in_flight[source] and in_flight[source][0][0] < reached[source]:
+                    _, index = heappop(in_flight[source])
+                    unused[index] -= 1
+                    if not unused[index]:
+                        arrived.append(index)
         if arrived:
-            items = (row[numbered.position_of(sent[place], device)] for place in sorted(arrived))
-            found[numbered.position_of(n, device)] = tuple(item for item in items if isinstance(item, Transfer))
-    return found
+            items = (row[numbered.position_of(sent[index], device)] for index in sorted(arrived))
+            released[numbered.position_of(n, device)] = tuple(item for item in items if isinstance(item, Transfer))
+    return released
 
 
-def _others(groups: tuple[PassGroup, ...], device: int) -> list[int]:
+def _devices_except(groups: tuple[PassGroup, ...], device: int) -> list[int]:
     return list(dict.fromkeys(group.device for group in groups if group.device != device))
 
 

@@ -92,7 +92,7 @@ keep. A whole output layer is part of the last stage's F, and of its B, or I and
 
 def changes(of: Collection[Kept]) -> dict[Kind, int]:
     """By how much each kind of pass changes the number of these on its device, without kinds that do not."""
-    sums = {kind: sum(by for kept, by in change.items() if kept in of) for kind, change in KEEPS.items()}
+    sums = {kind: sum(by for category, by in change.items() if category in of) for kind, change in KEEPS.items()}
     return {kind: by for kind, by in sums.items() if by}
 
 
@@ -303,10 +303,10 @@ class Rules:
 
     def _made(self, group: PassGroup) -> Rule:
         """Make a rule on first use: most groups appear in no row."""
-        own = NEEDS.get(group.kind, ())
+        local_needs = NEEDS.get(group.kind, ())
         if group.kind is self.mode.combining:
-            own = ((Kind.S, 0),)
-        needs = (*(Need(kind, group.stage, step) for kind, step in own), *self._needs.get(group, ()))
+            local_needs = ((Kind.S, 0),)
+        needs = (*(Need(kind, group.stage, step) for kind, step in local_needs), *self._needs.get(group, ()))
         uses = tuple(self._uses.get(group, ()))
         waits = tuple(route for route in uses if any(made.device != group.device for made in route.producers))
         rule = self._rules[group] = Rule(tuple(dict.fromkeys(needs)), uses, waits, tuple(self._feeds.get(group, ())))

@@ -46,9 +46,11 @@ def simplified_costs(costs: Costs, placement: Placement) -> tuple[Costs, Costs] 
     if forward is None or inputs is None or weights is None:
         return None
     passes = list(zip(forward, inputs, weights, strict=True))
-    each = tuple(sum(three) / 3 for three in passes)
-    if max(max(three) - min(three) for three in passes) <= EQUAL * max(each):
+    mean_times = tuple(sum(three) / 3 for three in passes)
+    if max(max(three) - min(three) for three in passes) <= EQUAL * max(mean_times):
         return None
-    whole = tuple(2 * time for time in each)
-    even = replace(costs, F=each, B=whole, I=each, W=each, p2p=0.0, collectives={}, links={}, sharding={})
+    backward = tuple(2 * time for time in mean_times)
+    even = replace(
+        costs, F=mean_times, B=backward, I=mean_times, W=mean_times, p2p=0.0, collectives={}, links={}, sharding={}
+    )
     return even, quantized_costs(costs, placement, COARSE)

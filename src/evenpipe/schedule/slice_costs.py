@@ -27,15 +27,17 @@ def of_slices(each: Sequence[Costs], tokens: Sequence[float] = ()) -> Costs:
     if count == 1:
         return first
     tokens = tuple(tokens) or (1.0,) * count
-    factors: dict[str, tuple[Cost, ...]] = {"tokens": tuple(one * count / fsum(tokens) for one in tokens)}
+    factors: dict[str, tuple[Cost, ...]] = {
+        "tokens": tuple(slice_tokens * count / fsum(tokens) for slice_tokens in tokens)
+    }
     changed: dict[str, Any] = {}
     for name in LAYERS:
-        times = [time for one in each if (time := getattr(one, name)) is not None]
+        times = [time for slice_costs in each if (time := getattr(slice_costs, name)) is not None]
         if times:
             changed[name] = mean = _mean(times)
             factors[name] = tuple(_relative(time, mean) for time in times)
     for name in _OTHERS:
-        values = [getattr(one, name) for one in each]
+        values = [getattr(slice_costs, name) for slice_costs in each]
         if isinstance(values[0], dict):
             changed[name] = {key: _mean([value[key] for value in values]) for key in values[0]}
         elif values[0] is not None:
@@ -43,7 +45,7 @@ def of_slices(each: Sequence[Costs], tokens: Sequence[float] = ()) -> Costs:
     links = {
         name: link
         if link.bytes is None
-        else replace(link, bytes=fsum(one.links[name].bytes or 0 for one in each) / count)
+        else replace(link, bytes=fsum(slice_costs.links[name].bytes or 0 for slice_costs in each) / count)
         for name, link in first.links.items()
     }
     return replace(first, **changed, links=links, slices=factors)
@@ -64,5 +66,7 @@ def _relative(value: Cost, mean: Cost) -> Cost:
     if not isinstance(value, tuple) or not isinstance(mean, tuple):
         assert isinstance(value, float) and isinstance(mean, float)
         return value / mean if mean else 1.0
-    factors = tuple(one / of if of else 1.0 for one, of in zip(value, mean, strict=True))
+    factors = tuple(
+        number / mean_number if mean_number else 1.0 for number, mean_number in zip(value, mean, strict=True)
+    )
     return factors[0] if len(set(factors)) == 1 else factors

@@ -61,26 +61,26 @@ def infer(rows: Rows, placement: Placement | None, edges: Sequence[Edge], known:
     names, not another placement. Raises InputError if a stage below the highest never runs, or a microbatch or slice
     has a number that is too large for the rows.
     """
-    parts = [(device, part) for device, row in enumerate(rows) for part in parts_in(row)]
-    kinds = {part.kind for _, part in parts}
+    passes = [(device, item) for device, row in enumerate(rows) for item in parts_in(row)]
+    kinds = {item.kind for _, item in passes}
     vocabulary = VocabularyMode.VOCAB_2 if kinds & VOCABULARY_KINDS else VocabularyMode.FIRST_LAST
     if Kind.T in kinds and Kind.C not in kinds:
         vocabulary = VocabularyMode.VOCAB_1
-    slices = _slices(parts) if known["slices"] is None else known["slices"]
+    slices = _slices(passes) if known["slices"] is None else known["slices"]
     return {
-        "placement": _placement(parts, len(rows), tuple(edges)) if placement is None else placement,
-        "microbatches": _microbatches(parts, slices) if known["microbatches"] is None else known["microbatches"],
+        "placement": _placement(passes, len(rows), tuple(edges)) if placement is None else placement,
+        "microbatches": _microbatches(passes, slices) if known["microbatches"] is None else known["microbatches"],
         "vocabulary": vocabulary if known["vocabulary"] is None else known["vocabulary"],
         "forward_only": not kinds & BACKWARD_KINDS if known["forward_only"] is None else known["forward_only"],
         "slices": slices,
     }
 
 
-def _placement(parts: list[tuple[int, Pass]], devices: int, edges: tuple[Edge, ...]) -> Placement:
+def _placement(passes: list[tuple[int, Pass]], devices: int, edges: tuple[Edge, ...]) -> Placement:
     runs: dict[int, Counter[int]] = {}
-    for device, part in parts:
-        if part.stage is not None:
-            runs.setdefault(part.stage, Counter())[device] += 1
+    for device, item in passes:
+        if item.stage is not None:
+            runs.setdefault(item.stage, Counter())[device] += 1
     if not runs:
         raise InputError("the rows have no pass of a stage, such as 0F0")
     for stage in range(len(runs)):
@@ -97,17 +97,17 @@ def _placement(parts: list[tuple[int, Pass]], devices: int, edges: tuple[Edge, .
     return Placement(devices, stage_device, edges)
 
 
-def _slices(parts: list[tuple[int, Pass]]) -> int:
-    highest = max((part.slice for _, part in parts), default=0)
-    _refuse_high("slice", highest, highest + 1, len(parts))
+def _slices(passes: list[tuple[int, Pass]]) -> int:
+    highest = max((item.slice for _, item in passes), default=0)
+    _refuse_high("slice", highest, highest + 1, len(passes))
     return highest + 1
 
 
-def _microbatches(parts: list[tuple[int, Pass]], slices: int) -> int:
-    highest = max((part.microbatch for _, part in parts if part.microbatch is not None), default=-1)
+def _microbatches(passes: list[tuple[int, Pass]], slices: int) -> int:
+    highest = max((item.microbatch for _, item in passes if item.microbatch is not None), default=-1)
     if highest < 0:
         raise InputError("the rows have no pass of a microbatch, such as 0F0")
-    _refuse_high("microbatch", highest, highest * slices + 1, len(parts))
+    _refuse_high("microbatch", highest, highest * slices + 1, len(passes))
     return highest + 1
 
 

@@ -115,8 +115,8 @@ class Timeline:
     def _steps(self) -> tuple[tuple[Event, ...], ...]:
         """Per device, its compute, and the collectives over replicas beside it: the step is over when they are."""
         return tuple(
-            (*row, *(event for event in others if event.item.kind in SHARDING_KINDS))
-            for row, others in zip_longest(self.events, self.beside, fillvalue=())
+            (*row, *(event for event in concurrent if event.item.kind in SHARDING_KINDS))
+            for row, concurrent in zip_longest(self.events, self.beside, fillvalue=())
         )
 
     @property
@@ -145,18 +145,18 @@ class Timeline:
         """The part of a pass in which tensor ranks only exchange rows; 0 for anything else."""
         if not self.exchange or not isinstance(event.item, Pass):
             return 0.0
-        found = 0.0
-        for part in parts_of(event.item):
-            place = event.device if part.kind in VOCABULARY_KINDS else part.stage
-            if part.kind in self.exchange and place is not None:
-                found += self.exchange[part.kind][place] * factor_of(part, self.token_factors)
-        return found
+        total = 0.0
+        for component in parts_of(event.item):
+            index = event.device if component.kind in VOCABULARY_KINDS else component.stage
+            if component.kind in self.exchange and index is not None:
+                total += self.exchange[component.kind][index] * factor_of(component, self.token_factors)
+        return total
 
     @property
     def mean_busy(self) -> float:
         """The share of the makespan that devices compute, on average; 0 if nothing takes time."""
-        whole = self.devices * self.makespan
-        return sum(self.busy) / whole if whole else 0.0
+        device_time = self.devices * self.makespan
+        return sum(self.busy) / device_time if device_time else 0.0
 
     @property
     def bubble(self) -> float:

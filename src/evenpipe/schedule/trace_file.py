@@ -190,10 +190,10 @@ def trace_from_dict(values: Any) -> Trace:
     texts, stage_device = [device["row"] for device in table["devices"]], table["placement"]
     if not all(0 <= device < len(texts) for device in stage_device):
         raise refused("placement", stage_device, f"the device of each stage, 0 to {len(texts) - 1}")
-    most = sum(text.count(",") + 1 for text in texts)
-    if len(stage_device) > most:
+    capacity = sum(text.count(",") + 1 for text in texts)
+    if len(stage_device) > capacity:
         raise InputError(
-            f"placement has {count(len(stage_device), 'stage')}, but the rows have only {most} passes and transfers"
+            f"placement has {count(len(stage_device), 'stage')}, but the rows have only {capacity} passes and transfers"
         )
     program = Program.from_csv(
         "".join(text + "\n" for text in texts),
@@ -204,15 +204,15 @@ def trace_from_dict(values: Any) -> Trace:
         slices=table.get("slices", 1),
     )
     devices = tuple(_device(row, program, number, f"devices[{number}]") for number, row in enumerate(table["devices"]))
-    others = []
-    for place, rows in enumerate(table.get("other_ranks", [])):
+    other_ranks = []
+    for rank, rows in enumerate(table.get("other_ranks", [])):
         if len(rows) != program.devices:
-            raise refused(f"other_ranks[{place}]", rows, f"a list of {count(program.devices, 'device')}")
-        others.append(
-            tuple(_device(row, program, number, f"other_ranks[{place}][{number}]") for number, row in enumerate(rows))
+            raise refused(f"other_ranks[{rank}]", rows, f"a list of {count(program.devices, 'device')}")
+        other_ranks.append(
+            tuple(_device(row, program, number, f"other_ranks[{rank}][{number}]") for number, row in enumerate(rows))
         )
     costs = None if table["costs"] is None else Costs.from_dict(table["costs"])
-    return Trace(program, devices, costs, dict(table["about"]), tuple(others))
+    return Trace(program, devices, costs, dict(table["about"]), tuple(other_ranks))
 
 
 def _device(table: RankTable, program: Program, number: int, where: str) -> DeviceTrace:
@@ -238,10 +238,10 @@ def _device(table: RankTable, program: Program, number: int, where: str) -> Devi
             raise refused(where, text, "a copy to the host or back")
         return copy
 
-    done, waits, sent, copies = [], [], [], []
+    pass_times, waits, sent, copies = [], [], [], []
     for index, (text, start, end, processor) in enumerate(table["passes"]):
         at = f"{where}.passes[{index}]"
-        done.append(PassTime(pass_of(text, at), *_ordered(at, start, end), processor))
+        pass_times.append(PassTime(pass_of(text, at), *_ordered(at, start, end), processor))
     for index, (text, needed_by, start, end) in enumerate(table["waits"]):
         at = f"{where}.waits[{index}]"
         user = None if needed_by == "" else pass_of(needed_by, at)
@@ -253,7 +253,7 @@ def _device(table: RankTable, program: Program, number: int, where: str) -> Devi
     for index, (text, start, end) in enumerate(table.get("copies", [])):
         at = f"{where}.copies[{index}]"
         copies.append(CopyTime(copy_of(text, at), *_ordered(at, start, end)))
-    if [entry.item for entry in done] != list(passes.values()):
+    if [entry.item for entry in pass_times] != list(passes.values()):
         raise InputError(f"{where}.passes are not the passes of devices[{number}].row in the same order")
     known = {entry.item for entry in sent}
     for index, wait in enumerate(waits):
@@ -261,7 +261,7 @@ def _device(table: RankTable, program: Program, number: int, where: str) -> Devi
             raise InputError(f"{where}.waits[{index}] is for {wait.transfer}, which is not in {where}.transfers")
     return DeviceTrace(
         *_ordered(where, table["start"], table["end"]),
-        tuple(done),
+        tuple(pass_times),
         tuple(waits),
         tuple(sent),
         Clock(**table["clock"]),

@@ -75,11 +75,11 @@ class Walked:
 
     def sequence(self) -> dict[int, int]:
         """By number of a pass or transfer, its place in `happened`; that of the whole for parts of a joint pass."""
-        places = {n: place for place, n in enumerate(self.happened)}
-        for n, apart in self.numbered.apart.items():
-            if n in places:
-                places.update(dict.fromkeys(apart.parts, places[n]))
-        return places
+        index_of = {n: index for index, n in enumerate(self.happened)}
+        for n, entry in self.numbered.apart.items():
+            if n in index_of:
+                index_of.update(dict.fromkeys(entry.parts, index_of[n]))
+        return index_of
 
     def awaited(self, n: int, device: int) -> list[int]:
         """What a number still waits for."""
@@ -87,7 +87,7 @@ class Walked:
         needs = [n + step for step in numbered.needs[numbered.rule[n]]]
         awaited = [needed for needed in needs if self.missing[needed] > 0]
         if n in self.exchanging:
-            queued = (transfer for line in self.queues[device].values() for transfer in line)
+            queued = (transfer for queue in self.queues[device].values() for transfer in queue)
             awaited += [transfer for transfer in queued if transfer not in awaited]
         return awaited
 
@@ -130,10 +130,10 @@ def walk(
 
     def issue(device: int, transfer: int, clock: float) -> None:
         """Let a device issue a transfer; the last member completes it, and then perhaps those queued after it."""
-        line = queues[device].setdefault(names[(transfer + transfers) // units], deque())
-        line.append(transfer)
+        queue = queues[device].setdefault(names[(transfer + transfers) // units], deque())
+        queue.append(transfer)
         start[transfer] = max(start[transfer], clock)
-        at_head = [(transfer, clock)] if line[0] == transfer else []
+        at_head = [(transfer, clock)] if queue[0] == transfer else []
         while at_head:
             transfer, clock = at_head.pop()
             start[transfer] = max(start[transfer], clock)
@@ -145,17 +145,17 @@ def walk(
             runnable.extend(waiting.pop(transfer, ()))
             route = (transfer + transfers) // units
             for member in members[route]:
-                line = queues[member].get(names[route], EMPTY)
-                if line and line[0] == transfer:
-                    line.popleft()
-                    if line:
-                        at_head.append((line[0], end[transfer]))
+                queue = queues[member].get(names[route], EMPTY)
+                if queue and queue[0] == transfer:
+                    queue.popleft()
+                    if queue:
+                        at_head.append((queue[0], end[transfer]))
 
     while runnable:
         device = runnable.pop()
         row, clock = rows[device], free[device]
-        for place in range(heads[device], len(row)):
-            n = row[place]
+        for position in range(heads[device], len(row)):
+            n = row[position]
             if -transfers <= n < 0:
                 if not meeting:
                     issue(device, n, clock)
@@ -163,38 +163,38 @@ def walk(
                 missing[n] -= 1
                 if missing[n]:
                     waiting.setdefault(n, []).append(device)
-                    heads[device] = place + 1
+                    heads[device] = position + 1
                     break
                 runnable += waiting.pop(n, ())
                 continue
-            begin, here, awaited = clock, rule[n], None
-            for step in needs[here]:
+            begin, rule_index, awaited = clock, rule[n], None
+            for step in needs[rule_index]:
                 needed = n + step
                 if missing[needed] > 0:
                     awaited = needed
                     break
                 begin = max(begin, end[needed])
             if awaited is None and n in exchanging:
-                awaited = next((line[-1] for line in queues[device].values() if line), None)
+                awaited = next((queue[-1] for queue in queues[device].values() if queue), None)
             if awaited is not None:
                 waiting.setdefault(awaited, []).append(device)
-                heads[device] = place
+                heads[device] = position
                 break
             start[n] = begin
             end[n] = clock = begin + takes[n]
             missing[n] = 0
             happened.append(n)
             if n < 0:
-                for part in numbered.apart[n].parts:
-                    start[part], end[part], missing[part] = begin, clock, 0
-            for step in feeds[here]:
-                made = n + step
-                start[made] = max(start[made], clock)
-                missing[made] -= 1
-                if missing[made] == 0:
-                    end[made] = start[made] + takes[made]
-                    happened.append(made)
-                    runnable += waiting.pop(made, ())
+                for component in numbered.apart[n].parts:
+                    start[component], end[component], missing[component] = begin, clock, 0
+            for step in feeds[rule_index]:
+                transfer = n + step
+                start[transfer] = max(start[transfer], clock)
+                missing[transfer] -= 1
+                if missing[transfer] == 0:
+                    end[transfer] = start[transfer] + takes[transfer]
+                    happened.append(transfer)
+                    runnable += waiting.pop(transfer, ())
         else:
             heads[device] = len(row)
         free[device] = clock
@@ -236,9 +236,9 @@ def _queue(numbered: Numbered, completion: Completion) -> Callable[[Route], str]
 def _exchanging(numbered: Numbered) -> frozenset[int]:
     """Numbers of passes in which devices exchange with copies of themselves."""
     kinds = [group.kind for group in numbered.groups]
-    found = {n for row in numbered.rows for n in row if n >= 0 and kinds[n // numbered.units] in EXCHANGES}
-    joint = (n for n, apart in numbered.apart.items() if any(p.kind in EXCHANGES for p in parts_of(apart.item)))
-    return frozenset(found.union(joint))
+    numbers = {n for row in numbered.rows for n in row if n >= 0 and kinds[n // numbered.units] in EXCHANGES}
+    joint = (n for n, entry in numbered.apart.items() if any(p.kind in EXCHANGES for p in parts_of(entry.item)))
+    return frozenset(numbers.union(joint))
 
 
 EMPTY: deque[int] = deque()

@@ -25,11 +25,13 @@ def dualpipe_v(devices: int, microbatches: int, *, overlap: bool = True) -> Orde
     default in torch's. `overlap=False` runs them one after the other, the forward first, which shortens the bubble to
     (devices - 1) (F + B - 2 W).
     """
-    enough = max(microbatches, 2 * devices)
-    rows = [_row(device, devices, enough, overlap) for device in range(devices)]
+    padded = max(microbatches, 2 * devices)
+    rows = [_row(device, devices, padded, overlap) for device in range(devices)]
     # The last microbatches have split backwards, which helps when there are few.
-    left = tuple(_without_first(row, enough - microbatches) if enough > microbatches else tuple(row) for row in rows)
-    return Order(Placement.v_shape(devices), microbatches, left)
+    remaining = tuple(
+        _without_first(row, padded - microbatches) if padded > microbatches else tuple(row) for row in rows
+    )
+    return Order(Placement.v_shape(devices), microbatches, remaining)
 
 
 class _Row:
@@ -76,26 +78,26 @@ def _row(device: int, devices: int, microbatches: int, overlap: bool) -> list[Pa
     0 and 1 are the stages on the way out and back.
     """
     row = _Row((device, 2 * devices - 1 - device), overlap)
-    before, behind = device, devices - 1 - device
+    upstream, downstream = device, devices - 1 - device
 
     # 1: F0
-    for _ in range(2 * behind):
+    for _ in range(2 * downstream):
         row.forward(OUT)
 
     # 2: F0 F1
-    for _ in range(before + 1):
+    for _ in range(upstream + 1):
         row.forward(OUT)
         row.forward(BACK)
 
     # 3: I1 W1 F1
-    for _ in range(behind):
+    for _ in range(downstream):
         row.inputs(BACK)
         row.weight()
         row.forward(BACK)
 
     # 4: F0+B1 F1+B0, the steady state. On the last device the first F0 must run before any backward.
-    for turn in range(microbatches - 2 * devices + before + 1):
-        if turn == 0 and behind == 0:
+    for turn in range(microbatches - 2 * devices + upstream + 1):
+        if turn == 0 and downstream == 0:
             row.forward(OUT)
             row.backward(BACK)
         else:
@@ -103,18 +105,18 @@ def _row(device: int, devices: int, microbatches: int, overlap: bool) -> list[Pa
         row.both(BACK, OUT)
 
     # 5: B1 F1+B0
-    for _ in range(behind):
+    for _ in range(downstream):
         row.backward(BACK)
         row.both(BACK, OUT)
 
     # 6: B1 B0, from the middle on I1 I0
-    ends = [BACK, OUT] * (before + 1)
-    split_from = before + 1
+    ends = [BACK, OUT] * (upstream + 1)
+    split_from = upstream + 1
     for turn, end in enumerate(ends):
         row.inputs(end) if turn >= split_from else row.backward(end)
 
     # 7: W I0
-    for _ in range(behind):
+    for _ in range(downstream):
         row.weight()
         row.inputs(OUT)
 
@@ -126,12 +128,12 @@ def _row(device: int, devices: int, microbatches: int, overlap: bool) -> list[Pa
 
 def _without_first(row: list[Pass], count: int) -> tuple[Pass, ...]:
     """`row` without the first microbatches, the others renumbered from 0."""
-    left: list[Pass] = []
+    remaining: list[Pass] = []
     for item in row:
         parts = tuple(
-            Pass(part.kind, part.stage, part.microbatch - count)
-            for part in parts_of(item)
-            if part.microbatch is not None and part.microbatch >= count
+            Pass(component.kind, component.stage, component.microbatch - count)
+            for component in parts_of(item)
+            if component.microbatch is not None and component.microbatch >= count
         )
-        left += [Pass(item.kind, parts=parts)] if len(parts) > 1 else parts
-    return tuple(left)
+        remaining += [Pass(item.kind, parts=parts)] if len(parts) > 1 else parts
+    return tuple(remaining)

@@ -112,9 +112,9 @@ def _turns(chunks: int, microbatches: int, group: int, spread: int) -> tuple[Tur
     start = [group * (spread * chunk + chunk // ring) for chunk in range(chunks)]
     forwards, backwards = {}, {}
     for microbatch in range(microbatches):
-        number, place = divmod(microbatch, group)
+        group_index, offset = divmod(microbatch, group)
         for chunk in range(chunks):
-            turn = number * group * chunks + place + start[chunk]
+            turn = group_index * group * chunks + offset + start[chunk]
             forwards[turn] = (chunk, microbatch)
             backwards[turn] = (chunks - 1 - chunk, microbatch)
     assert len(forwards) == chunks * microbatches, "two passes in one turn"

@@ -53,7 +53,7 @@ class Step:
         self.forward_input: list[list[float]] = [[0.0] * microbatches, *([] for _ in range(devices - 1))]
         self.backward_input: list[list[float]] = [[] for _ in range(devices)]
         work = [microbatches * sum(times) for times in zip(problem.F, problem.I, problem.W, strict=True)]
-        self.late = [own - max(work) for own in work]
+        self.late = [device_work - max(work) for device_work in work]
         self.latest = 0.0
 
     @property

@@ -59,14 +59,14 @@ def v_budget(
     times = StepTimes.of(devices, EQUAL_COSTS if costs is None else costs)
     bases = blocks_within(devices, limits)
     if not bases:
-        given = f"{max_in_flight:g}" if isinstance(max_in_flight, (int, float)) else max_in_flight
+        limit = f"{max_in_flight:g}" if isinstance(max_in_flight, (int, float)) else max_in_flight
         raise InputError(
-            f"max_in_flight is {given}, but a V-schedule on {count(devices, 'device')} needs {min_peak(devices)} stage "
+            f"max_in_flight is {limit}, but a V-schedule on {count(devices, 'device')} needs {min_peak(devices)} stage "
             "activations on each"
         )
-    enough, least = None, min(limits)
+    enough, lowest_limit = None, min(limits)
     if costs is None and microbatches >= 2 * devices:
-        enough = max(0, 6 * devices - 3 * least - 1) + (least == 2 * devices - 1)
+        enough = max(0, 6 * devices - 3 * lowest_limit - 1) + (lowest_limit == 2 * devices - 1)
     return v_order(devices, microbatches, shortest(bases, microbatches, limits, times, enough))
 
 
@@ -83,18 +83,18 @@ def _fitting(devices: int, limits: Sequence[int]) -> list[Block]:
     stored: dict[Block, int] = {}
     for block in _blocks(devices):
         if not collides(block):
-            most = peaks(block)
-            if all(peak <= limit for peak, limit in zip(most, limits, strict=True)):
-                stored[block] = sum(most)
+            block_peaks = peaks(block)
+            if all(peak <= limit for peak, limit in zip(block_peaks, limits, strict=True)):
+                stored[block] = sum(block_peaks)
     enough = max(stored.values(), default=0) - devices
     return sorted((block for block, total in stored.items() if total >= enough), key=lambda block: -stored[block])
 
 
 def _blocks(devices: int) -> Iterator[Block]:
     seen = set()
-    for before, behind in FAMILIES:
+    for gaps_before, gaps_after in FAMILIES:
         for switch in range(devices):
-            hops = [before if hop < switch else behind for hop in range(devices - 1)]
+            hops = [gaps_before if hop < switch else gaps_after for hop in range(devices - 1)]
             away, back = [gap for gap, _ in hops], [gap for _, gap in reversed(hops)]
             for last, loss, last_again in TURNS:
                 block = block_of_gaps([*away, last, *back, loss, *away, last_again, *back])

@@ -32,8 +32,8 @@ KINDS = (Kind.F, Kind.I, Kind.W)
 
 def device_of_step(devices: int, step: int) -> int:
     """The device that takes a step."""
-    there = step % (2 * devices)
-    return min(there, 2 * devices - 1 - there)
+    offset = step % (2 * devices)
+    return min(offset, 2 * devices - 1 - offset)
 
 
 def chain_steps(devices: int, device: int) -> tuple[int, int, int, int]:
@@ -48,14 +48,14 @@ def stores(devices: int, step: int) -> int:
 
 def passes_of_steps(devices: int) -> list[tuple[Kind, int]]:
     """Kind and stage of the pass of each step."""
-    there = range(2 * devices)
-    return [*((Kind.F, stage) for stage in there), *product((Kind.I, Kind.W), reversed(there))]
+    stages = range(2 * devices)
+    return [*((Kind.F, stage) for stage in stages), *product((Kind.I, Kind.W), reversed(stages))]
 
 
 def v_order(devices: int, microbatches: int, rows: Sequence[Iterable[Move]]) -> Order:
     """The order in which each device makes the moves of its row."""
-    what, placement = passes_of_steps(devices), Placement.v_shape(devices)
-    return Order(placement, microbatches, tuple(tuple(Pass(*what[step], i) for step, i in row) for row in rows))
+    step_passes, placement = passes_of_steps(devices), Placement.v_shape(devices)
+    return Order(placement, microbatches, tuple(tuple(Pass(*step_passes[step], i) for step, i in row) for row in rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class StepTimes:
     @classmethod
     def of(cls, devices: int, costs: Costs) -> StepTimes:
         """Raises InputError if a list of `costs` does not have one number per stage, or if F, I or W is missing."""
-        what = "a V-schedule needs F, I and W, a number or a list each"
-        times = dict(zip(KINDS, costs.needed_times(Placement.v_shape(devices), KINDS, what), strict=True))
+        requirement = "a V-schedule needs F, I and W, a number or a list each"
+        times = dict(zip(KINDS, costs.needed_times(Placement.v_shape(devices), KINDS, requirement), strict=True))
         steps = (times[kind][stage] for kind, stage in passes_of_steps(devices))
         return cls(tuple(steps), costs.transfer_time(TransferKind.SEND_F))
 
@@ -78,7 +78,7 @@ def spans_and_makespan(rows: Rows, times: StepTimes) -> tuple[list[float], float
     """The span of each device and the makespan, when every move is made as early as possible."""
     devices = len(rows)
     chain, steps, hop = 4 * devices, times.steps, times.hop
-    there = [device_of_step(devices, step) for step in range(6 * devices)]
+    device_of = [device_of_step(devices, step) for step in range(6 * devices)]
     ends: dict[Move, float] = {}
     position, clock = [0] * devices, [0.0] * devices
     first: list[float | None] = [None] * devices
@@ -92,7 +92,7 @@ def spans_and_makespan(rows: Rows, times: StepTimes) -> tuple[list[float], float
                 arrival = ends.get((step - 1, i))
                 if arrival is None:
                     break
-                if there[step - 1] != device:
+                if device_of[step - 1] != device:
                     arrival += hop
                 now = max(now, arrival)
             if first[device] is None:
@@ -101,8 +101,8 @@ def spans_and_makespan(rows: Rows, times: StepTimes) -> tuple[list[float], float
             at += 1
             if step < chain:
                 ends[move] = now
-                if step < chain - 1 and there[step + 1] != device:
-                    runnable.append(there[step + 1])
+                if step < chain - 1 and device_of[step + 1] != device:
+                    runnable.append(device_of[step + 1])
         clock[device], position[device] = now, at
     assert all(at == len(row) for at, row in zip(position, rows, strict=True)), "the rows wait for each other"
     return [end - (start or 0.0) for start, end in zip(first, clock, strict=True)], max(clock)

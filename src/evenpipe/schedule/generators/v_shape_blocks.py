@@ -39,8 +39,8 @@ def block_of_gaps(gaps: Sequence[int]) -> Block:
 def collides(block: Block) -> bool:
     """Whether a device takes two steps in one slot when the block is repeated."""
     devices = len(block) // 4
-    own = ({block[step] % PERIOD for step in chain_steps(devices, device)} for device in range(devices))
-    return any(len(slots) < 4 for slots in own)
+    slots_of_devices = ({block[step] % PERIOD for step in chain_steps(devices, device)} for device in range(devices))
+    return any(len(slots) < 4 for slots in slots_of_devices)
 
 
 def peaks(block: Block) -> tuple[int, ...]:
@@ -51,10 +51,10 @@ def peaks(block: Block) -> tuple[int, ...]:
 
 def _peak(down: int, up: int, up_i: int, down_i: int) -> int:
     """The most overlapping lives of F to W; `down` is the F of the first stage, `up` that of the second."""
-    taken = {slot % PERIOD for slot in (down, up, up_i, down_i)}
+    occupied = {slot % PERIOD for slot in (down, up, up_i, down_i)}
 
     def following(slot: int, *used: int) -> int:
-        return next(w for w in range(slot + 1, slot + PERIOD + 1) if w % PERIOD not in taken and w not in used)
+        return next(w for w in range(slot + 1, slot + PERIOD + 1) if w % PERIOD not in occupied and w not in used)
 
     up_w, down_w = following(up_i), following(down_i)
     if (up_w - down_w) % PERIOD == 0:  # the older I goes first, the other waits for the second free slot
@@ -112,8 +112,8 @@ def in_order(slots: Slots) -> Rows:
     return [[row[slot] for slot in sorted(row)] for row in slots]
 
 
-def _slot_of(row: dict[int, Move], wanted: Move) -> int:
-    return next(slot for slot, move in row.items() if move == wanted)
+def _slot_of(row: dict[int, Move], target: Move) -> int:
+    return next(slot for slot, move in row.items() if move == target)
 
 
 def warm_up(rows: Slots, end: int, limits: Sequence[int]) -> None:
@@ -154,16 +154,16 @@ def _first_with_room(row: dict[int, Move], ready: int, slot: int, room: int, dev
 def cool_down(rows: Slots, ends: Sequence[int], limits: Sequence[int]) -> None:
     """Replan, slot by slot, the moves of each device from slot `ends[device]` on."""
     devices = len(rows)
-    done: dict[Move, int] = {}  # the slot after each move
+    next_slot: dict[Move, int] = {}  # the slot after each move
     waiting: list[list[Move]] = []
     weights: list[deque[Move]] = []
     held = []
     for row, end in zip(rows, ends, strict=True):
-        done.update((move, slot + 1) for slot, move in row.items() if slot < end)
+        next_slot.update((move, slot + 1) for slot, move in row.items() if slot < end)
         later = sorted(slot for slot in row if slot >= end)
         waiting.append([row[slot] for slot in later if row[slot][0] < 4 * devices])
         postponed = (row[slot] for slot in later if row[slot][0] >= 4 * devices)
-        weights.append(deque(move for move in postponed if (move[0] - 2 * devices, move[1]) in done))
+        weights.append(deque(move for move in postponed if (move[0] - 2 * devices, move[1]) in next_slot))
         for slot in later:
             del row[slot]
         held.append(sum(stores(devices, step) for step, _ in row.values()))
@@ -175,7 +175,9 @@ def cool_down(rows: Slots, ends: Sequence[int], limits: Sequence[int]) -> None:
                 continue
             for move in waiting[device]:
                 step, i = move
-                if done.get((step - 1, i), now + 1) <= now and (step >= 2 * devices or held[device] < limits[device]):
+                if next_slot.get((step - 1, i), now + 1) <= now and (
+                    step >= 2 * devices or held[device] < limits[device]
+                ):
                     waiting[device].remove(move)
                     if step >= 2 * devices:
                         weights[device].append((step + 2 * devices, i))
@@ -188,5 +190,5 @@ def cool_down(rows: Slots, ends: Sequence[int], limits: Sequence[int]) -> None:
             held[device] += stores(devices, move[0])
             chosen.append(move)
         for move in chosen:
-            done[move] = now + 1
+            next_slot[move] = now + 1
         now += 1

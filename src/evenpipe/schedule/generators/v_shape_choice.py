@@ -53,7 +53,7 @@ class Rescheduling:
         return rows
 
 
-_Found = tuple[tuple[float, float], Base, Rescheduling | None, Rows]
+_Candidate = tuple[tuple[float, float], Base, Rescheduling | None, Rows]
 """A candidate, with its span and its makespan."""
 
 LAYOUTS = (Rescheduling(0.5), Rescheduling(share=1.0, rounds=2))
@@ -71,28 +71,31 @@ def shortest(
     """
     few = min(microbatches, 3 * len(limits))
     seen: set[tuple[tuple[Move, ...], ...]] = set()
-    found: list[_Found] = []
+    candidates: list[_Candidate] = []
     for base in bases:
         rows = base(few)
         key = tuple(map(tuple, rows))
         if key in seen:
             continue
         seen.add(key)
-        found.append((_length(rows, times), base, None, rows))
-        if enough is not None and found[-1][0][0] <= few * _work(times, len(limits)) + enough:
+        candidates.append((_length(rows, times), base, None, rows))
+        if enough is not None and candidates[-1][0][0] <= few * _work(times, len(limits)) + enough:
             return base(microbatches)
-    found.sort(key=lambda entry: entry[0])
-    for _, base, _, rows in found[:FINALISTS] if enough is None else []:
+    candidates.sort(key=lambda entry: entry[0])
+    for _, base, _, rows in candidates[:FINALISTS] if enough is None else []:
         for layout in LAYOUTS:
-            anew = layout.rows(rows, limits, times)
-            found.append((_length(anew, times), base, layout, anew))
-    found.sort(key=lambda entry: entry[0])
+            rescheduled = layout.rows(rows, limits, times)
+            candidates.append((_length(rescheduled, times), base, layout, rescheduled))
+    candidates.sort(key=lambda entry: entry[0])
     if few == microbatches:
-        return found[0][3]
+        return candidates[0][3]
     finals = []
-    for base, how in [*((base, how) for _, base, how, _ in found[:FINALISTS]), (bases[0], None)]:
+    for base, chosen_layout in [
+        *((base, chosen_layout) for _, base, chosen_layout, _ in candidates[:FINALISTS]),
+        (bases[0], None),
+    ]:
         rows = base(microbatches)
-        finals.append(rows if how is None else how.rows(rows, limits, times))
+        finals.append(rows if chosen_layout is None else chosen_layout.rows(rows, limits, times))
     return min(finals, key=lambda rows: _length(rows, times))
 
 
@@ -118,7 +121,7 @@ class _Plan:
         devices = len(base)
         self.forwards, self.chain = 2 * devices, 4 * devices  # steps below are F, or F and I
         self.patience, self.limits, self.steps, self.hop, self.spare = patience, limits, times.steps, times.hop, spare
-        self.there = [device_of_step(devices, step) for step in range(6 * devices)]
+        self.device_of = [device_of_step(devices, step) for step in range(6 * devices)]
         self.base = base
         self.queue = [[move for move in row if move[0] < self.chain] for row in base]
         self.head = [0] * devices  # next of `queue`
@@ -178,6 +181,6 @@ class _Plan:
         else:
             self.weights[device].append((step + self.forwards, i))
         if step < self.chain - 1:
-            other = self.there[step + 1]
-            arrival = self.arrival[step + 1, i] = end + (self.hop if other != device else 0.0)
-            heappush(self.events, (arrival, other))
+            neighbour = self.device_of[step + 1]
+            arrival = self.arrival[step + 1, i] = end + (self.hop if neighbour != device else 0.0)
+            heappush(self.events, (arrival, neighbour))

@@ -51,8 +51,8 @@ def one_f_one_b(devices: int, microbatches: int) -> Order:
     device r holds min(microbatches, devices - r) activations at its peak (PipeDream-Flush, arXiv 2006.09503; lag form
     of arXiv 2401.10241).
     """
-    whole = _Groups([microbatches], microbatches)
-    return _order(Placement.linear(devices), microbatches, whole, lambda device: devices - 1 - device)
+    single_group = _Groups([microbatches], microbatches)
+    return _order(Placement.linear(devices), microbatches, single_group, lambda device: devices - 1 - device)
 
 
 def interleaved(devices: int, microbatches: int, *, stages_per_device: int = 2, group_size: int | None = None) -> Order:

@@ -49,13 +49,13 @@ def _by_hand(devices: int, device: int, microbatches: int) -> list[Move]:
             if i is not None and i < microbatches:
                 row.append((step, i))
 
-    behind = devices - device
+    remaining = devices - device
     # 1. Warm-up: enough forwards to be busy until the first microbatch returns.
-    for _ in range(2 * behind - 1):
+    for _ in range(2 * remaining - 1):
         run(down_f)
     for _ in range(device):
         run(up_f, down_f)
-    for _ in range(behind):
+    for _ in range(remaining):
         run(up_f, up_i, up_w)
     # 2. Steady: one microbatch down, one up, in turn, until all forwards are done.
     for _ in range(count - devices):
@@ -63,7 +63,7 @@ def _by_hand(devices: int, device: int, microbatches: int) -> list[Move]:
     # 3. Cool-down: passes that others wait for come first, weight gradients last.
     for _ in range(device):
         run(down_i, up_i)
-    for _ in range(behind):
+    for _ in range(remaining):
         run(down_i, down_w)
     for _ in range(count):
         run(up_w)

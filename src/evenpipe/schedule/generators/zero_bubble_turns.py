@@ -55,14 +55,14 @@ def _ahead(step: Step, warm_up: WarmUp) -> list[int]:
     back = step.clock[-1] + problem.I[-1]  # when the first backward ends on the next device
     for device in reversed(range(problem.devices - 1)):
         clock, arrival = step.clock[device], back + problem.hop
-        most = int(min(problem.microbatches - 1, problem.limits[device] - 1 + WHOLE))
-        while counts[device] < most:
-            wanted = {
+        limit = int(min(problem.microbatches - 1, problem.limits[device] - 1 + WHOLE))
+        while counts[device] < limit:
+            continues = {
                 WarmUp.FITTING: clock + problem.F[device] <= arrival + problem.tolerance,
                 WarmUp.DELAYING: clock < arrival - problem.tolerance,
                 WarmUp.TWO_PER_HOP: counts[device] < 2 * (problem.devices - 1 - device),
             }
-            if not wanted[warm_up]:
+            if not continues[warm_up]:
                 break
             clock += problem.F[device]
             counts[device] += 1

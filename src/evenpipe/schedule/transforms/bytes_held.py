@@ -15,45 +15,45 @@ class BytesHeld:
         self._size = 1
         while self._size < len(values):
             self._size *= 2
-        self._most = [0.0] * self._size + list(values) + [float("-inf")] * (self._size - len(values))
+        self._maxima = [0.0] * self._size + list(values) + [float("-inf")] * (self._size - len(values))
         self._added = [0.0] * (2 * self._size)
         for node in range(self._size - 1, 0, -1):
-            self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
+            self._maxima[node] = max(self._maxima[2 * node], self._maxima[2 * node + 1])
 
     def add(self, first: int, last: int, value: float) -> None:
         """Add `value` to the numbers from `first` up to, but not including, `last`."""
         if first >= last:
             return
-        most, added = self._most, self._added
+        maxima, added = self._maxima, self._added
         low, high = first + self._size, last + self._size
         ends = (low, high - 1)
         while low < high:
             if low & 1:
-                most[low] += value
+                maxima[low] += value
                 added[low] += value
                 low += 1
             if high & 1:
                 high -= 1
-                most[high] += value
+                maxima[high] += value
                 added[high] += value
             low >>= 1
             high >>= 1
         for end in ends:
             node = end >> 1
             while node:
-                most[node] = max(most[2 * node], most[2 * node + 1]) + added[node]
+                maxima[node] = max(maxima[2 * node], maxima[2 * node + 1]) + added[node]
                 node >>= 1
 
     @property
     def most(self) -> float:
         """The largest number; minus infinity if there are none."""
-        return self._most[1]
+        return self._maxima[1]
 
     def where(self) -> int:
         """The first position of the largest number."""
         node = 1
         while node < self._size:
             node *= 2
-            if self._most[node + 1] > self._most[node]:
+            if self._maxima[node + 1] > self._maxima[node]:
                 node += 1
         return node - self._size

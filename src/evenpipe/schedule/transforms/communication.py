@@ -58,22 +58,22 @@ class Lowering:
         instants = walked.end[:first] + walked.start[first:]
         if sharing != PER_PAIR:
             _delay_reduces(walked, instants)
-        self._place = [NOWHERE] * len(instants)
+        self._rank = [NOWHERE] * len(instants)
         """By number, the position in the one list that all rows are parts of."""
-        for place, number in enumerate(sorted(walked.happened, key=instants.__getitem__)):
-            self._place[number] = place
+        for index, number in enumerate(sorted(walked.happened, key=instants.__getitem__)):
+            self._rank[number] = index
         self._collectives: dict[int, list[Transfer]] = {}
         """By number of a route: all its members share the same objects."""
 
     def row(self, device: int) -> tuple[Item, ...]:
         """The passes and transfers of `device`, in order."""
-        numbered, place = self._numbered, self._place
+        numbered, rank = self._numbered, self._rank
         items: dict[int, Item] = dict(zip(numbered.rows[device], self._order.passes(device), strict=True))
         for route in numbered.rules.routes:
             if device in route.members:
                 items.update(zip(numbered.transfers_of(route), self._transfers(route, device), strict=True))
-        there = [number for number in items if place[number] != NOWHERE]
-        return tuple(_with_late_returns([items[number] for number in sorted(there, key=place.__getitem__)]))
+        scheduled = [number for number in items if rank[number] != NOWHERE]
+        return tuple(_with_late_returns([items[number] for number in sorted(scheduled, key=rank.__getitem__)]))
 
     def _transfers(self, route: Route, device: int) -> list[Transfer]:
         """The transfers of a route as `device` issues them, by unit."""
@@ -100,10 +100,10 @@ def _delay_reduces(walked: Walked, instants: list[float]) -> None:
     interval = interval_of(walked)
     for route in numbered.rules.routes:
         if route.kind is TransferKind.DX and backward is not None:
-            for n, there in enumerate(numbered.transfers_of(route), backward):
+            for n, transfer in enumerate(numbered.transfers_of(route), backward):
                 if numbered.position[n] != ABSENT:
-                    before_use = min(walked.start[n] - interval / 4, instants[there] + interval)
-                    instants[there] = max(instants[there], before_use)
+                    before_use = min(walked.start[n] - interval / 4, instants[transfer] + interval)
+                    instants[transfer] = max(instants[transfer], before_use)
 
 
 def _with_late_returns(row: Iterable[Item]) -> Iterator[Item]:

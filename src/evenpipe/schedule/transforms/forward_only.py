@@ -23,7 +23,7 @@ def forward_only(order: Order, costs: Costs | None = None) -> Order:
     """
     if order.forward_only:
         return order
-    rows = tuple(tuple(part for part in parts_in(row) if part.kind is Kind.F) for row in order.rows)
+    rows = tuple(tuple(item for item in parts_in(row) if item.kind is Kind.F) for row in order.rows)
     forwards = replace(order, rows=rows, vocabulary=VocabularyMode.FIRST_LAST, forward_only=True)
     costs = EQUAL_COSTS if costs is None else costs
     in_turn, listed = Length.of(forwards, costs), list_schedule(forwards, forwards, None, costs)

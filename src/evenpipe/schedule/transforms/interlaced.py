@@ -53,11 +53,11 @@ def interlace(order: Order, costs: Costs | None = None) -> Order:
     one_each = order.placement.is_chain and order.placement.stages == order.devices
     if kinds <= {Kind.F, Kind.B} and one_each and order.slices == 1:
         return alternating(order.placement, order.microbatches, costs)
-    apart = split_joint_passes_at_loss(order)
-    best = at_instants(apart, costs)
+    split_order = split_joint_passes_at_loss(order)
+    best = at_instants(split_order, costs)
     for other_costs in simplified_costs(costs, order.placement) or ():  # which may be worth more
-        other = at_instants(apart, other_costs)
-        best = other if Length.of(other, costs).better_than(Length.of(best, costs)) else best
+        candidate = at_instants(split_order, other_costs)
+        best = candidate if Length.of(candidate, costs).better_than(Length.of(best, costs)) else best
     return best
 
 
@@ -77,19 +77,19 @@ def at_instants(order: Order, costs: Costs) -> Order:
     )
     for device, number, item in passes:
         start, end = round(walked.start[number] * unit), round(walked.end[number] * unit)
-        place = sequence[number]
-        for part in parts_of(item):
-            base[device].append((start, 1, place, part))
-            about = part.microbatch, part.slice
-            if part.kind is Kind.F and part.stage == first:
-                inserted.append((start - INTERVAL, 0, place, Pass(Kind.E, None, *about)))
-            if part.kind is Kind.F and part.stage == last:
-                behind = int(start == end)
-                inserted.append((end, behind, place + 0.2, Pass(Kind.S, None, *about)))
-                inserted.append((end, behind, place + 0.3, Pass(Kind.T, None, *about)))
-            if part.kind in {Kind.B, Kind.I} and part.stage == first:
-                inserted.append((start + INTERVAL, 0, place + 0.4, Pass(Kind.G, None, *about)))
-    rows = tuple(tuple(item for *_, item in sorted([*row, *inserted], key=_place)) for row in base)
+        rank = sequence[number]
+        for component in parts_of(item):
+            base[device].append((start, 1, rank, component))
+            unit_fields = component.microbatch, component.slice
+            if component.kind is Kind.F and component.stage == first:
+                inserted.append((start - INTERVAL, 0, rank, Pass(Kind.E, None, *unit_fields)))
+            if component.kind is Kind.F and component.stage == last:
+                tie_rank = int(start == end)
+                inserted.append((end, tie_rank, rank + 0.2, Pass(Kind.S, None, *unit_fields)))
+                inserted.append((end, tie_rank, rank + 0.3, Pass(Kind.T, None, *unit_fields)))
+            if component.kind in {Kind.B, Kind.I} and component.stage == first:
+                inserted.append((start + INTERVAL, 0, rank + 0.4, Pass(Kind.G, None, *unit_fields)))
+    rows = tuple(tuple(item for *_, item in sorted([*row, *inserted], key=_sort_key)) for row in base)
     return replace(order, rows=rows, vocabulary=VocabularyMode.INTERLACED)
 
 
@@ -101,13 +101,13 @@ def alternating(placement: Placement, microbatches: int, costs: Costs) -> Order:
     stages = placement.stages
     f_period, b_period = [-1] * stages, [0] * stages
     for stage in reversed(range(placement.last_stage)):
-        (after,) = placement.successors(stage)
-        if backward_first(after, stages):
-            f_period[stage] = f_period[after] - (forward[stage] + forward[after] > period)
-            b_period[stage] = b_period[after] + (backward[stage] + backward[after] > period)
+        (successor,) = placement.successors(stage)
+        if backward_first(successor, stages):
+            f_period[stage] = f_period[successor] - (forward[stage] + forward[successor] > period)
+            b_period[stage] = b_period[successor] + (backward[stage] + backward[successor] > period)
         else:
-            f_period[stage] = f_period[after] - 1
-            b_period[stage] = b_period[after] + 1
+            f_period[stage] = f_period[successor] - 1
+            b_period[stage] = b_period[successor] + 1
     # (period, place in it): 0 for S and T, then the two passes of the stage, then G and E.
     shared: list[tuple[float, float, Pass]] = []
     for i in range(microbatches):
@@ -120,7 +120,7 @@ def alternating(placement: Placement, microbatches: int, costs: Costs) -> Order:
             (i + f_period[stage], f_place, Pass(Kind.F, stage, i)) for i in range(microbatches)
         ]
         row += [(i + b_period[stage], b_place, Pass(Kind.B, stage, i)) for i in range(microbatches)]
-        rows[device] = tuple(item for _, _, item in sorted([*row, *shared], key=_place))
+        rows[device] = tuple(item for _, _, item in sorted([*row, *shared], key=_sort_key))
     return Order(placement, microbatches, tuple(rows), VocabularyMode.INTERLACED)
 
 
@@ -129,5 +129,5 @@ def backward_first(stage: int, stages: int) -> bool:
     return (stages - 1 - stage) % 2 == 0
 
 
-def _place(placed: tuple[float, float, Pass] | tuple[int, int, float, Pass]) -> tuple[float | Pass, ...]:
+def _sort_key(placed: tuple[float, float, Pass] | tuple[int, int, float, Pass]) -> tuple[float | Pass, ...]:
     return placed[:-1]

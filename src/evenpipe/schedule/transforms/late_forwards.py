@@ -25,7 +25,7 @@ def late_forwards(order: Order, costs: Costs) -> tuple[Times, Times, Times]:
     numbered, rule = walked.numbered, walked.numbered.rule
     takes = numbered.durations(costs)
     start, eager_end = list(walked.start), walked.end
-    following = {before: after for row in walked.rows for before, after in pairwise(row)}
+    next_in_row = {number: next_number for row in walked.rows for number, next_number in pairwise(row)}
     may_move = {n for device, row in enumerate(walked.rows) for n in row[: _first_backward(order, device)]}
     joins = _joins(walked)
     awaited_from = [inf] * numbered.size
@@ -35,12 +35,12 @@ def late_forwards(order: Order, costs: Costs) -> tuple[Times, Times, Times]:
             continue
         needs = [number + step for step in numbered.needs[rule[number]]]
         if number in may_move:
-            after = following[number]
-            latest = start[after]
-            for step in numbered.needs[rule[after]]:
-                waited = after + step
+            next_number = next_in_row[number]
+            latest = start[next_number]
+            for step in numbered.needs[rule[next_number]]:
+                waited = next_number + step
                 if numbered.is_transfer(waited) and walked.start[waited] >= eager_end[number]:  # issued in between
-                    latest = min(latest, start[after] - takes[waited])
+                    latest = min(latest, start[next_number] - takes[waited])
             for step in numbered.feeds[rule[number]]:
                 latest = min(latest, awaited_from[number + step] - takes[number + step])
             device = numbered.device(number)
@@ -57,7 +57,7 @@ def late_forwards(order: Order, costs: Costs) -> tuple[Times, Times, Times]:
 
 def _first_backward(order: Order, device: int) -> int:
     """The place of the first backward in a row, 0 if there is none."""
-    return next((place for place, item in enumerate(order.passes(device)) if _goes_back(item)), 0)
+    return next((position for position, item in enumerate(order.passes(device)) if _goes_back(item)), 0)
 
 
 def _joins(walked: Walked) -> Times:
@@ -72,4 +72,4 @@ def _joins(walked: Walked) -> Times:
 
 
 def _goes_back(item: Pass) -> bool:
-    return any(part.kind is Kind.R or ROLE[part.kind] is Kind.B for part in parts_of(item))
+    return any(component.kind is Kind.R or ROLE[component.kind] is Kind.B for component in parts_of(item))

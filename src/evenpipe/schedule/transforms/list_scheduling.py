@@ -126,19 +126,19 @@ class Arranger:
             takes = list(takes)
             for route in numbered.rules.routes:
                 if not route.is_hop:
-                    there = numbered.place_of(route)
-                    takes[there] = [time + reserve for time in takes[there]]
-        most: Sequence[int | None] = [None] * self.order.devices if self.limits is None else self.limits
+                    positions = numbered.place_of(route)
+                    takes[positions] = [time + reserve for time in takes[positions]]
+        limits: Sequence[int | None] = [None] * self.order.devices if self.limits is None else self.limits
         stages = self.order.placement.stages
-        plans = [MemoryPlan(*plan, limit, stages) for plan, limit in zip(self.plans, most, strict=True)]
+        plans = [MemoryPlan(*plan, limit, stages) for plan, limit in zip(self.plans, limits, strict=True)]
         return _run(numbered, priorities, plans, takes)
 
 
 def _plan(numbered: Numbered, base: Order, device: int) -> tuple[list[int], list[int]]:
     """The plan of one device: its row of `base`."""
-    parts = [part for part in parts_in(base.rows[device]) if part.kind in IN_FLIGHT]
-    numbers = [numbered.number(device, part) for part in parts]
-    return [number for number in numbers if number is not None], [IN_FLIGHT[part.kind] for part in parts]
+    items = [item for item in parts_in(base.rows[device]) if item.kind in IN_FLIGHT]
+    numbers = [numbered.number(device, item) for item in items]
+    return [number for number in numbers if number is not None], [IN_FLIGHT[item.kind] for item in items]
 
 
 def _is_complete(numbered: Numbered) -> bool:
@@ -215,13 +215,13 @@ def _run(numbered: Numbered, priorities: Rows, plans: Sequence[MemoryPlan], take
     rank_of = [0] * numbered.passes
     for rank, number in enumerate(ranked):
         rank_of[number] = rank
-    forwards: list[list[int]] = [[] for _ in devices]  # heaps of ranks of ready passes
-    others: list[list[int]] = [[] for _ in devices]
-    heaps = [(forwards if group.kind is Kind.F else others)[group.device] for group in groups]
+    forward_heaps: list[list[int]] = [[] for _ in devices]  # heaps of ranks of ready passes
+    other_heaps: list[list[int]] = [[] for _ in devices]
+    heaps = [(forward_heaps if group.kind is Kind.F else other_heaps)[group.device] for group in groups]
     device_of = [group.device for group in groups]
     free = [True for _ in devices]
     rows: list[list[int]] = [[] for _ in devices]
-    asked = list(devices)  # free devices that may have a new pass to start
+    idle_devices = list(devices)  # free devices that may have a new pass to start
     events: list[tuple[float, int]] = []  # ends of passes, by rank; arrivals of transfers, with numbers above all ranks
 
     def met(number: int) -> None:
@@ -231,7 +231,7 @@ def _run(numbered: Numbered, priorities: Rows, plans: Sequence[MemoryPlan], take
             group = number // units
             heappush(heaps[group], rank_of[number])
             if free[device_of[group]]:
-                asked.append(device_of[group])
+                idle_devices.append(device_of[group])
 
     def complete(number: int, now: float) -> None:
         """End a pass."""
@@ -255,7 +255,7 @@ def _run(numbered: Numbered, priorities: Rows, plans: Sequence[MemoryPlan], take
     def choose(device: int) -> list[int]:
         """The heap with the next pass of `device`; an empty one if it has to wait. If its first ready forward
         has to, so have the others, which come later in the plan, too."""
-        first_other, first_forward = others[device], forwards[device]
+        first_other, first_forward = other_heaps[device], forward_heaps[device]
         if (
             first_forward
             and (not first_other or first_forward[0] < first_other[0])
@@ -271,21 +271,21 @@ def _run(numbered: Numbered, priorities: Rows, plans: Sequence[MemoryPlan], take
             for waiting in next(held_back, ()):
                 met(waiting)
 
-    of_passes = [takes[number] for number in ranked]
+    durations = [takes[number] for number in ranked]
     # Events so close together happen at once: sums of the same times in another order differ by less.
-    moment = 1e-9 * sum(of_passes) / (len(plans) * units)
-    some_take_nothing = min(of_passes) <= 0
+    tolerance = 1e-9 * sum(durations) / (len(plans) * units)
+    some_take_nothing = min(durations) <= 0
     now = 0.0
     for number in chain.from_iterable(numbered.rows):
         if not needs[number]:
             needs[number] = 1
             met(number)
     while True:
-        while asked:
+        while idle_devices:
             # Passes without duration come first, on all devices: they may make preferred passes ready.
             choosing: dict[int, None] = {}
-            while asked:
-                device = asked.pop()
+            while idle_devices:
+                device = idle_devices.pop()
                 if free[device]:
                     heap = choose(device) if some_take_nothing else ()
                     while heap and takes[ranked[heap[0]]] <= 0:
@@ -303,13 +303,13 @@ def _run(numbered: Numbered, priorities: Rows, plans: Sequence[MemoryPlan], take
                     heappush(events, (now + takes[ranked[rank]], rank))
         if not events:
             break
-        until = events[0][0] + moment
+        until = events[0][0] + tolerance
         while events and events[0][0] <= until:
             now, rank = heappop(events)
             if rank < len(ranked):
                 device = device_of[ranked[rank] // units]
                 free[device] = True
-                asked.append(device)
+                idle_devices.append(device)
                 complete(ranked[rank], now)
             else:
                 arrive(rank - len(ranked))

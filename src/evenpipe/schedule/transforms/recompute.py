@@ -31,14 +31,19 @@ def add_recompute(order: Order, stages: Iterable[int] | None = None) -> Order:
 
 
 def _row(row: tuple[Pass | None, ...], stages: set[int]) -> tuple[Pass | None, ...]:
-    there = {item for item in row if item and item.kind is Kind.R}
+    existing = {item for item in row if item and item.kind is Kind.R}
     result: list[Pass | None] = []
     for item in row:
         parts = parts_of(item) if item else ()
-        for part in parts:
-            again = Pass(Kind.R, part.stage, part.microbatch, part.slice)
-            at_once = Pass(Kind.F, part.stage, part.microbatch, part.slice) in parts
-            if ROLE[part.kind] is Kind.B and part.stage in stages and again not in there and not at_once:
-                result.append(again)
+        for component in parts:
+            recompute = Pass(Kind.R, component.stage, component.microbatch, component.slice)
+            at_once = Pass(Kind.F, component.stage, component.microbatch, component.slice) in parts
+            if (
+                ROLE[component.kind] is Kind.B
+                and component.stage in stages
+                and recompute not in existing
+                and not at_once
+            ):
+                result.append(recompute)
         result.append(item)
     return tuple(result)

@@ -53,7 +53,7 @@ def add_slices(order: Order, slices: int) -> Order:
         return order
     _refuse_unfit(order, slices)
     walked = timed(order, EQUAL_COSTS)
-    later = _delay(order, walked, slices)
+    delay = _delay(order, walked, slices)
     sequence = walked.sequence()
     rows = []
     for device, numbers in enumerate(walked.rows):
@@ -63,8 +63,8 @@ def add_slices(order: Order, slices: int) -> Order:
             back = item.kind in _BACK
             unit = _turned(item.microbatch, slices) if back else item.microbatch
             moved = Pass(item.kind, item.stage, *divmod(unit, slices))
-            placed.append((walked.start[number] + (later if back else 0.0), _RANK[item.kind], sequence[number], moved))
-        rows.append(tuple(moved for *_, moved in sorted(placed, key=lambda place: place[:3])))
+            placed.append((walked.start[number] + (delay if back else 0.0), _RANK[item.kind], sequence[number], moved))
+        rows.append(tuple(moved for *_, moved in sorted(placed, key=lambda entry: entry[:3])))
     return replace(order, microbatches=order.microbatches // slices, rows=tuple(rows), slices=slices)
 
 
@@ -79,11 +79,11 @@ def _delay(order: Order, walked: Walked, slices: int) -> float:
     forward, backward = (
         groups[PassGroup(placement.last_device, kind, placement.last_stage)] for kind in (Kind.F, Kind.B)
     )
-    most = max(
+    longest = max(
         walked.end[forward + _turned(k, slices)] - walked.start[backward + k] for k in range(walked.numbered.units)
     )
     interval = interval_of(walked)
-    return max(0, ceil(most / interval - _ROUNDING)) * interval
+    return max(0, ceil(longest / interval - _ROUNDING)) * interval
 
 
 def _refuse_unfit(order: Order, slices: int) -> None:
@@ -106,7 +106,7 @@ def _out_of_turn(order: Order) -> Iterator[tuple[int | None, Kind]]:
         for item in order.passes(device):
             assert item.microbatch is not None
             runs.setdefault((item.stage, item.kind), []).append(item.microbatch)
-        yield from (what for what, units in runs.items() if any(a > b for a, b in pairwise(units)))
+        yield from (group for group, units in runs.items() if any(a > b for a, b in pairwise(units)))
 
 
 _ROUNDING = 1e-9

@@ -142,13 +142,13 @@ def split_joint_passes_at_loss(order: Order) -> Order:
     last = order.placement.last_stage
 
     def splits(item: Pass) -> bool:
-        at_end = [part for part in item.parts if part.stage == last and part.kind is not Kind.W]
-        return len({(part.microbatch, part.slice) for part in at_end}) < len(at_end)
+        at_last_stage = [component for component in item.parts if component.stage == last and component.kind is not Kind.W]
+        return len({(component.microbatch, component.slice) for component in at_last_stage}) < len(at_last_stage)
 
     if not any(splits(item) for device in range(order.devices) for item in order.passes(device) if item.parts):
         return order
     rows = tuple(
-        tuple(part for item in order.passes(device) for part in (item.parts if splits(item) else (item,)))
+        tuple(component for item in order.passes(device) for component in (item.parts if splits(item) else (item,)))
         for device in range(order.devices)
     )
     return replace(order, rows=rows)
@@ -157,8 +157,8 @@ def split_joint_passes_at_loss(order: Order) -> Order:
 def peak_limits(order: Order, mode: VocabularyMode) -> list[int]:
     """The stage activations each device may hold: those of `order`, and one per barrier for each stage."""
     stages = map(order.placement.stages_of, range(order.devices))
-    more = mode.barriers
-    return [int(peak_activations(order.passes(device))) + more * len(held) for device, held in enumerate(stages)]
+    extra = mode.barriers
+    return [int(peak_activations(order.passes(device))) + extra * len(held) for device, held in enumerate(stages)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +179,9 @@ class Passes:
         units = [divmod(unit, order.slices) for unit in range(order.units)]
         added = [Pass(kind, None, *unit) for kind in mode.kinds(forward_only=order.forward_only) for unit in units]
         rows = tuple((*parts_in(row), *added) for row in order.rows)
-        together = replace(order, rows=rows, vocabulary=mode)
+        combined = replace(order, rows=rows, vocabulary=mode)
         limits = None if order.forward_only else peak_limits(order, mode)
-        return cls(order, mode, Arranger.of(together, order, limits))
+        return cls(order, mode, Arranger.of(combined, order, limits))
 
     def best(self, costs: Costs) -> Rows:
         """The rows of the shortest step with `costs`, of all that are tried."""
@@ -230,7 +230,7 @@ class Passes:
         if limits is None:
             return False
         order = self.arranger.order_of(rows)
-        return any(peak_activations(order.passes(device)) > most for device, most in enumerate(limits))
+        return any(peak_activations(order.passes(device)) > limit for device, limit in enumerate(limits))
 
     def _vocabulary_work(self, costs: Costs) -> float:
         """The time of the vocabulary passes in one step, on the device that has the most of it."""
@@ -260,30 +260,30 @@ class VirtualTimes:
         walked, scale = virtual_times(order, costs)
         base, units = walked.numbered, numbered.units
         companions = list(_companions(order, mode))
-        lacks = base.units < order.units or any(source not in base.groups for _, source, *_ in companions)
-        if lacks or ABSENT in base.position:
+        is_incomplete = base.units < order.units or any(source not in base.groups for _, source, *_ in companions)
+        if is_incomplete or ABSENT in base.position:
             check_order(order).raise_if_faulty()
         starts = [0] * numbered.passes
         for group, first in base.groups.items():
-            moved = mode.barriers * INTERVAL if group.kind in MOVED else 0
-            there = numbered.groups[group]
-            starts[there : there + units] = [round(at * scale) + moved for at in walked.start[first : first + units]]
-        turns: list[tuple[int, int, Kind, int]] = []  # of vocabulary passes: where their source is, turn, kind and unit
+            delay = mode.barriers * INTERVAL if group.kind in MOVED else 0
+            target = numbered.groups[group]
+            starts[target : target + units] = [round(at * scale) + delay for at in walked.start[first : first + units]]
+        insertions: list[tuple[int, int, Kind, int]] = []  # position of the source, turn, kind, unit
         sequence, kinds = walked.sequence(), mode.kinds(forward_only=order.forward_only)
         for kind, source, at_end, later in companions:
-            here, there = base.groups[source], numbered.groups[source]
-            times = starts[there : there + units]
+            base_first, target = base.groups[source], numbered.groups[source]
+            times = starts[target : target + units]
             if at_end:
-                times = [round(at * scale) for at in walked.end[here : here + units]]
+                times = [round(at * scale) for at in walked.end[base_first : base_first + units]]
             for device in range(order.devices):
                 first = numbered.groups[PassGroup(device, kind)]
                 starts[first : first + units] = [time + later for time in times]
-            turns += [(sequence[here + unit], len(turns), kind, unit) for unit in range(units)]
-        turns.sort()
+            insertions += [(sequence[base_first + unit], len(insertions), kind, unit) for unit in range(units)]
+        insertions.sort()
         rows = []
         for device, row in enumerate(numbered.rows):
             firsts = {kind: numbered.groups[PassGroup(device, kind)] for kind in kinds}
-            rows.append([*row[: len(row) - len(turns)], *(firsts[kind] + unit for _, _, kind, unit in turns)])
+            rows.append([*row[: len(row) - len(insertions)], *(firsts[kind] + unit for _, _, kind, unit in insertions)])
         work = sum(walked.end[n] - walked.start[n] for row in walked.rows for n in row)
         makespan = Length.of_rows(walked).makespan
         return cls(passes, starts, rows, makespan, work / (order.units * order.placement.stages))
@@ -295,9 +295,9 @@ class VirtualTimes:
         shares = dict.fromkeys(MOVED, priorities.backwards) | {Kind.W: priorities.weights, Kind.T: priorities.outputs}
         keys = [0] * numbered.passes
         for group, first in numbered.groups.items():
-            more = round(shares.get(group.kind, 0) * INTERVAL) * _RANKS + ranks.get(group.kind, 1)
+            offset = round(shares.get(group.kind, 0) * INTERVAL) * _RANKS + ranks.get(group.kind, 1)
             last = first + numbered.units
-            keys[first:last] = [start * _RANKS + more for start in self.starts[first:last]]
+            keys[first:last] = [start * _RANKS + offset for start in self.starts[first:last]]
         return [sorted(row, key=keys.__getitem__) for row in self.rows]
 
 
