@@ -1,14 +1,14 @@
 """Check whether an order or a program is sound. Every fault is listed, not only the first.
 
-An order is sound if every pass that its placement, units and vocabulary mode require appears exactly once on the right
-device, no pass comes before one that it needs in its own row, and all devices reach the end of their rows. Every F has
-its B, or its I and W, so every stored activation is released. Parameters that are gathered are there wherever they are
+An order is sound if every pass required by its placement, units and vocabulary mode appears exactly once, on the right
+device, if no pass comes before one that it needs in its own row, and if all devices reach the end of their rows. Every
+F has its B, or its I and W, so every stored activation is released. Sharded parameters are gathered wherever they are
 used, and gradients are summed when they are complete. A program also has every transfer exactly once on each of its
-members, at a valid position, and completes for every way of queueing transfers (`walk.Completion`). If limits are
-given, every device stays within them.
+members, at a valid position, and completes however transfers are queued (`walk.Completion`). If limits are given, every
+device stays within them.
 
-Whole lists of positions are compared; only where they differ are items examined one by one. Missing items count as
-done, so that one fault does not hide others.
+Whole lists of positions are compared; items are examined individually only where the lists differ. Missing items count
+as complete, so that one fault does not hide others.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def check_order(order: Order, limits: Limits | None = None) -> Report:
 def check_program(program: Program, limits: Limits | None = None, *, experts: bool = False) -> Report:
     """Every fault of `program`, of its passes and its transfers; positions count both.
 
-    experts: devices exchange with their copies in other replicas within F, B, I and R (`walk`).
+    experts: within F, B, I and R, devices exchange data with their copies in other replicas (`walk`).
 
     Raises InputError for rows that contain anything but passes and transfers, and for invalid limits.
     """
@@ -116,7 +116,7 @@ def _out_of_place(numbered: Numbered) -> Iterator[Fault]:
 
 
 def _why_misplaced(numbered: Numbered, device: int, position: int, item: Item) -> str:
-    """Why an item of a row has no number, or an empty text for a part that has one."""
+    """Why an item of a row has no number; an empty string for a part of a joint pass that has one."""
     schedule = numbered.schedule
     if isinstance(item, Pass):
         reason = _wrong_pass(schedule, device, item)
@@ -142,7 +142,7 @@ def _split_again(backward: Pass) -> str:
 
 
 def _wrong_pass(schedule: DeviceRows, device: int, item: Pass) -> str:
-    """Why `item` does not belong on `device`, or an empty text."""
+    """Why `item` does not belong on `device`; an empty string if it does."""
     if schedule.forward_only and item.kind in BACKWARD_KINDS:
         return f"{item} is not allowed in an order that only evaluates"
     if item.kind in VOCABULARY_KINDS and item.kind not in schedule.vocabulary.kinds(forward_only=schedule.forward_only):
@@ -151,8 +151,8 @@ def _wrong_pass(schedule: DeviceRows, device: int, item: Pass) -> str:
         return "" if item.parts else f"{item} is not a pass: it has no parts"
     in_stage, of_microbatch = SHAPES[item.kind]
     if (item.stage is not None, item.microbatch is not None) != (in_stage, of_microbatch):
-        has = f"{'a' if in_stage else 'no'} stage and {'a' if of_microbatch else 'no'} microbatch"
-        return f"{item} is not a pass: {item.kind} has {has}"
+        shape = f"{'a' if in_stage else 'no'} stage and {'a' if of_microbatch else 'no'} microbatch"
+        return f"{item} is not a pass: {item.kind} has {shape}"
     if item.stage is not None:
         if not 0 <= item.stage < schedule.placement.stages:
             return f"{item} names a stage that does not exist; stages are 0 to {schedule.placement.last_stage}"
@@ -162,7 +162,7 @@ def _wrong_pass(schedule: DeviceRows, device: int, item: Pass) -> str:
 
 
 def _wrong_unit(schedule: DeviceRows, item: Item) -> str:
-    """Why `item` has a microbatch or slice that does not exist, or an empty text."""
+    """Why the microbatch or slice of `item` does not exist; an empty string if it does."""
     if item.microbatch is not None and not 0 <= item.microbatch < schedule.microbatches:
         return f"{item} names a microbatch that does not exist; microbatches are 0 to {schedule.microbatches - 1}"
     if item.slice < schedule.slices:
@@ -173,7 +173,7 @@ def _wrong_unit(schedule: DeviceRows, item: Item) -> str:
 
 
 def _positions(numbered: Numbered, device: int, kind: Kind, stage: int | None) -> list[int]:
-    """Positions of a group by unit; empty if the device has none of it."""
+    """Positions of a group by unit; empty if the device has no such group."""
     first = numbered.groups.get(PassGroup(device, kind, stage))
     return [] if first is None else numbered.position[first : first + numbered.units]
 
@@ -207,7 +207,7 @@ def _has_all_passes(numbered: Numbered, device: int) -> bool:
 
 
 def _missing_passes(numbered: Numbered, device: int) -> Iterator[Fault]:
-    """Faults of missing passes, and of weight gradients of backwards that are whole."""
+    """Faults of missing passes, and of weight gradients of full backwards."""
     schedule = numbered.schedule
     positions: dict[tuple[Kind, int | None], dict[int, int]] = {}
     for position, item in enumerate(schedule.rows[device]):
@@ -260,15 +260,15 @@ def _addresses(numbered: Numbered, program: Program) -> Iterator[Fault]:
                 "root": route.root,
                 "communicator": route.communicator(program.sharing),
             }
-            # Transfers of a route usually share the tuple of their members: each tuple is compared once.
+            # Transfers of a route usually share one tuple of members, so each tuple is compared only once.
             correct: set[tuple[int, int | None, str]] = set()
             for position in positions:
                 item = program.rows[device][position] if position != ABSENT else None
                 if not isinstance(item, Transfer) or (id(item.members), item.root, item.communicator) in correct:
                     continue
                 for name, expected in address.items():
-                    if (has := getattr(item, name)) != expected:
-                        message = f"{item} has {name} {has!r}, not {expected!r}"
+                    if (actual := getattr(item, name)) != expected:
+                        message = f"{item} has {name} {actual!r}, not {expected!r}"
                         yield Fault(device, position, message, neighbours(program.rows, device, position))
                         break
                 else:
@@ -290,7 +290,7 @@ def _missing_transfers(numbered: Numbered, route: Route, device: int, positions:
 
 
 def _runs(present: Collection[int], units: int) -> Iterator[range]:
-    """All units, grouped: those that are `there` and up to `LISTED` others in a row alone, longer gaps as ranges."""
+    """All units as ranges: units in `present` and in gaps of up to `LISTED` units individually, longer gaps whole."""
     start = 0
     for unit in (*sorted(present), units):
         gap = range(start, unit)
@@ -304,12 +304,12 @@ def _runs(present: Collection[int], units: int) -> Iterator[range]:
 
 
 def _gaps(present: Collection[int], units: int) -> Iterator[range]:
-    """The units that are not `there`, grouped as in `_runs`."""
+    """The units not in `present`, grouped as in `_runs`."""
     return (run for run in _runs(present, units) if run[0] not in present)
 
 
 LISTED = 100
-"""Most missing units of a gap that are listed one by one."""
+"""Most missing units of a gap that are listed individually."""
 
 _WITHOUT = {
     Kind.O: ", so its activations are not on the host",
@@ -329,7 +329,7 @@ def _out_of_order(numbered: Numbered) -> Iterator[Fault]:
 
 
 def _is_in_order(numbered: Numbered, device: int) -> bool:
-    """Whether all items of a row certainly come after what they need of that row."""
+    """Whether all items of a row certainly come after the items of that row that they need."""
     position, issued, units, slices = numbered.position, numbered.issued[device], numbered.units, numbered.slices
     is_program = isinstance(numbered.schedule, Program)
     for group, first in numbered.groups.items():
@@ -346,7 +346,9 @@ def _is_in_order(numbered: Numbered, device: int) -> bool:
         if is_program:
             late = (issued[route.number] for route in rule.uses if route.number in issued)
             early = (issued[route.number] for route in rule.feeds if route.number in issued)
-            if any(any(map(gt, at, positions)) for at in late) or any(any(map(gt, positions, at)) for at in early):
+            if any(any(map(gt, issue_positions, positions)) for issue_positions in late) or any(
+                any(map(gt, positions, issue_positions)) for issue_positions in early
+            ):
                 return False
     return True
 
@@ -385,7 +387,7 @@ def _transfers_at_wrong_time(numbered: Numbered, device: int) -> Iterator[Fault]
 
 
 def _numbers(numbered: Numbered, device: int) -> Iterator[tuple[int, dict[int, int]]]:
-    """The passes of a row, also parts of those that run as one, each with the turns of all parts beside it."""
+    """The passes of a row, including parts of joint passes, each with the indices of all parts of its joint pass."""
     for n in numbered.rows[device]:
         if n >= 0:
             yield n, {n: 0}
@@ -399,7 +401,7 @@ def _numbers(numbered: Numbered, device: int) -> Iterator[tuple[int, dict[int, i
 
 
 def _incomplete(numbered: Numbered, *, experts: bool) -> list[Fault]:
-    """Faults of a program that does not complete, though all its rows are in order."""
+    """Faults of a program that does not complete although all its rows are in order."""
     transfers = [[n for n in row if numbered.is_transfer(n)] for row in numbered.rows]
     if not walk(numbered, Completion.MEETING, rows=transfers, tolerant=True).stopped:
         return []
@@ -412,8 +414,8 @@ def _incomplete(numbered: Numbered, *, experts: bool) -> list[Fault]:
 
 
 def _other_order(numbered: Numbered) -> Iterator[Fault]:
-    """Faults of members that issue the transfers of a communicator in another order than its first member, among the
-    transfers that both issue."""
+    """Faults of members that issue transfers of a communicator in a different order from its first member. Only the
+    transfers that both issue are compared."""
     program = numbered.schedule
     assert isinstance(program, Program)
     issued: dict[tuple[str, int], list[int]] = {}  # by communicator and device, in the order of the row

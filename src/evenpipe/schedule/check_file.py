@@ -21,7 +21,7 @@ from .placement import Edge
 from .program import Program
 
 SHOWN = 1000
-"""Most faults in the text for people; JSON has all."""
+"""Most faults in the text report; JSON has all of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def _bytes(deltas: Sequence[dict[Kind, tuple[float, ...]]], device: int, item: P
 def _exceeded(
     schedule: Order | Program, limits: Sequence[float], changes: Sequence[Callable[[Pass], float]], unit: str
 ) -> Iterator[Fault]:
-    """`changes`: per device, what a pass adds to what it holds."""
+    """`changes`: per device, the amount that a pass adds to what the device holds."""
     if schedule.forward_only:
         return
     for device, (row, limit) in enumerate(zip(schedule.rows, limits, strict=True)):
@@ -84,12 +84,12 @@ def _exceeded(
 def limits_per_device(
     limit: float | Sequence[float], devices: int, unit: str = "stage activations", *, least: float = 0
 ) -> tuple[float, ...]:
-    """One limit per device. Raises InputError unless all are finite numbers above 0 and at least `least`, and
-    there are one or as many as devices."""
+    """One limit per device. Raises InputError unless there is one limit, or one per device, and all are finite,
+    above 0 and at least `least`."""
     limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * devices
     if len(limits) != devices:
-        has = f"{count(len(limits), 'number')} for {count(devices, 'device')}"
-        raise InputError(f"max_in_flight has {has}; give one number{f', or {devices}' if devices > 1 else ''}")
+        mismatch = f"{count(len(limits), 'number')} for {count(devices, 'device')}"
+        raise InputError(f"max_in_flight has {mismatch}; give one number{f', or {devices}' if devices > 1 else ''}")
     expected = f"a finite number of at least {least:g}" if least else "a finite number above 0"
     for value in limits:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -12,8 +12,8 @@ _THRESHOLD = 1_000_000
 
 @contextmanager
 def collecting_rarely() -> Iterator[None]:
-    """Collect garbage rarely: little of what is built here is garbage, and scanning it repeatedly would take as long as
-    some of the work. Also a decorator: `@collecting_rarely()`."""
+    """Collect garbage rarely: few of the objects built here are garbage, and scanning them repeatedly would take a
+    considerable share of the time. Also a decorator: `@collecting_rarely()`."""
     thresholds = gc.get_threshold()
     if 0 < thresholds[0] < _THRESHOLD:
         gc.set_threshold(_THRESHOLD, *thresholds[1:])

@@ -1,7 +1,7 @@
 """Copies to the host and back, queued on streams and links.
 
-A stream runs its copies in the order in which its device issued them; a device has one, or one per direction. Devices
-behind one link to the host share it: per direction it carries one copy at a time, first come, first served.
+A stream runs its copies in the order in which its device issued them; a device has one stream, or one per direction.
+Devices may share one link to the host, which carries one copy at a time per direction, first come, first served.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable
 from .links import CopyEngine
 
 Line = tuple[int, bool]
-"""Device, or number of a shared link, and direction: whether it loads."""
+"""Device, or number of a shared link, and direction: True for copies back to the device."""
 
 
 class CopyStreams:
-    """The queues of all devices. Copies have numbers.
+    """The queues of all devices. Copies are identified by numbers.
 
     Args:
         place_of: returns the device of a copy, and whether it loads.
-        waits: returns how many others a copy still waits for, such as the one that saved what it loads.
-        begin: is called with a copy that begins, and the time.
-        held_up: is called with a copy that had to wait for its "engine" or "link", and the one that was on it.
+        waits: returns how many other copies a copy still waits for, such as the copy that saved the data it loads.
+        begin: called with a copy that begins, and the time.
+        held_up: called with a copy that had to wait, "engine" or "link", and the copy that occupied it.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class CopyStreams:
             self._first(number, now)
 
     def unblocked(self, number: int, now: float) -> None:
-        """Note that a copy, if issued, waits for no other one any more."""
+        """Record that a copy, which may not have been issued yet, no longer waits for others."""
         line = self._stream(number)
         if line and line[0] == number:
             self._first(number, now)
 
     def done(self, number: int, now: float) -> None:
-        """Note the end of a copy."""
+        """Record the end of a copy."""
         link, stream = self._link(number), self._stream(number)
         if link is not None:
             link.popleft()
@@ -65,7 +65,7 @@ class CopyStreams:
             self._first(stream[0], now)
 
     def _first(self, number: int, now: float) -> None:
-        """Move the first copy of a stream on to its link if it need not wait."""
+        """Start the first copy of a stream, or queue it on its link, unless it has to wait for others."""
         if self._waits(number):
             return
         link = self._link(number)

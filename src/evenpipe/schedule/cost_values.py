@@ -36,23 +36,23 @@ SignedCost = Signed | Some[Signed]
 
 
 def spread(name: str, value: Cost | None, count: int, owner: str) -> tuple[float, ...] | None:
-    """One number for each of `count` stages or devices (`what` names them), or None if no cost is given."""
+    """One number for each of `count` stages or devices (`owner` names them), or None if no cost is given."""
     if value is None:
         return None
     if not isinstance(value, tuple):
         return (value,) * count
     if len(value) != count:
-        has = f"{words.count(len(value), 'number')} for {words.count(count, owner)}"
-        raise InputError(f"costs.{name} has {has}; give one number{f', or {count}' if count > 1 else ''}")
+        mismatch = f"{words.count(len(value), 'number')} for {words.count(count, owner)}"
+        raise InputError(f"costs.{name} has {mismatch}; give one number{f', or {count}' if count > 1 else ''}")
     return value
 
 
 def multiplied(name: str, value: Cost, factor: Cost) -> Cost:
-    """A cost times the factor `name` of a slice, both one number or one per stage (or device)."""
+    """A cost times the factor `name` of a slice. Each is one number, or one per stage (or device)."""
     if isinstance(value, tuple) and isinstance(factor, tuple):
         if len(value) != len(factor):
-            has = words.count(len(factor), "factor")
-            raise InputError(f"costs.slices.{name} has {has} for {words.count(len(value), 'stage')}")
+            factors = words.count(len(factor), "factor")
+            raise InputError(f"costs.slices.{name} has {factors} for {words.count(len(value), 'stage')}")
         return tuple(element * element_factor for element, element_factor in zip(value, factor, strict=True))
     if isinstance(factor, tuple):
         value, factor = factor, value
@@ -61,7 +61,7 @@ def multiplied(name: str, value: Cost, factor: Cost) -> Cost:
 
 
 def added(*values: Cost | None) -> Cost | None:
-    """The sum of costs, as one number if all are one; None if one of them is not given."""
+    """The sum of costs, as one number if each is one number; None if any is missing."""
     numbers = [value for value in values if value is not None]
     longest = max((len(value) for value in numbers if isinstance(value, tuple)), default=0)
     if len(numbers) < len(values):

@@ -165,7 +165,7 @@ class Costs(Declared):
         return values
 
     def by_slice(self, slices: int) -> tuple[Costs, ...]:
-        """The costs of each of so many slices of a sequence, without factors: all the same if there are none.
+        """The costs of each of `slices` slices of a sequence, without factors; identical if there are no factors.
 
         Raises InputError if the factors are for another number of slices.
         """
@@ -173,8 +173,8 @@ class Costs(Declared):
             return (self,) * slices
         known = len(next(iter(self.slices.values())))
         if known != slices:
-            has = f"factors for {words.count(known, 'slice')}, but sequences have {words.count(slices, 'slice')}"
-            raise InputError(f"costs.slices has {has}")
+            mismatch = f"factors for {words.count(known, 'slice')}, but sequences have {words.count(slices, 'slice')}"
+            raise InputError(f"costs.slices has {mismatch}")
         return tuple(map(self._of_slice, range(slices)))
 
     def _of_slice(self, index: int) -> Costs:
@@ -183,9 +183,7 @@ class Costs(Declared):
         tokens = self.token_factors[index] if self.token_factors else 1.0
         layer_times: dict[str, Any] = {name: getattr(self, name) for name in LAYERS}
         for name, sources in (("B", ("I", "W")), ("R", ("F",))):
-            if (
-                layer_times[name] is None and name in factor
-            ):  # times that follow from others have factors of their own, too
+            if layer_times[name] is None and name in factor:  # times derived from others may have separate factors
                 layer_times[name] = added(*(getattr(self, source) for source in sources))
 
         def scaled(values: Any) -> Any:
@@ -204,19 +202,19 @@ class Costs(Declared):
 
     @property
     def token_factors(self) -> tuple[float, ...]:
-        """The factors on bytes and on everything but layers, one per slice; nothing if they are the same."""
+        """The factors on bytes and on everything except layers, one per slice; empty if slices do not differ."""
         return tuple(value for value in self.slices.get("tokens", ()) if isinstance(value, float))
 
     @property
     def on_average(self) -> Costs:
-        """The costs of a slice on average, for all slices."""
+        """The costs with every slice at the mean."""
         return replace(self, slices={}) if self.slices else self
 
     def stage_times(self, placement: Placement) -> dict[Kind, tuple[float, ...] | None]:
         """One time per stage for each kind, None for kinds without a time. Raises InputError if a list has the
         wrong length.
 
-        O, D and L take no time here: copies run beside compute.
+        O, D and L take no time here: copies overlap with compute.
         """
         times = {Kind(name): spread(name, getattr(self, name), placement.stages, "stage") for name in LAYERS}
         inputs, weights = times[Kind.I], times[Kind.W]
@@ -227,7 +225,7 @@ class Costs(Declared):
         return times | dict.fromkeys((Kind.O, Kind.D, Kind.L), (0.0,) * placement.stages)
 
     def needed_times(self, placement: Placement, kinds: Collection[Kind], why: str) -> tuple[tuple[float, ...], ...]:
-        """The times per stage of these kinds. Raises InputError, which ends with `why`, if one is missing."""
+        """The times per stage of these kinds. Raises InputError, ending with `why`, if one is missing."""
         times = self.stage_times(placement)
         for kind in kinds:
             if times[kind] is None:
@@ -260,15 +258,15 @@ class Costs(Declared):
         return times
 
     def exchange_times(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
-        """`tensor_exchange`, by stage or by device; a recomputation without a number exchanges as its F does."""
+        """`tensor_exchange`, by stage or by device; R without a value exchanges as long as F."""
         exchange = self.tensor_exchange
         if "F" in exchange and "R" not in exchange:
             exchange = {**exchange, "R": exchange["F"]}
         return {Kind(name): _spread("tensor_exchange", name, value, placement) for name, value in exchange.items()}
 
     def sharding_times(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
-        """The time that each kind of collective over replicas takes alone: by stage, or by device for those of
-        the vocabulary layers; nothing for kinds without bytes."""
+        """The time that each kind of collective over replicas takes without contention: by stage, or by device for
+        the vocabulary layers. Kinds without bytes are absent."""
         link = self.links.get(REPLICAS, Link())
         times = {}
         for name, value in self.sharding.items():
@@ -298,7 +296,8 @@ class Costs(Declared):
     def memory_deltas(self, placement: Placement) -> dict[Kind, tuple[float, ...]] | None:
         """The bytes that each kind adds, per stage, or per device for vocabulary kinds; None if not known.
 
-        Without `memory`, a forward stores `bytes`, and B or W releases them; D releases them and L takes them again.
+        Without `memory`, a forward stores `bytes`, and B or W releases them; D releases them and L allocates them
+        again.
         """
         if self.memory is None:
             sizes = self.stage_bytes(placement)
@@ -309,7 +308,7 @@ class Costs(Declared):
         return {Kind(name): _spread("memory", name, value, placement) for name, value in deltas.items()}
 
     def check_devices(self, placement: Placement) -> None:
-        """Raise InputError if a link or a group of the engine names a device that does not exist."""
+        """Raise InputError if a link, or a group in `engine.shared`, names a device that does not exist."""
         for name in self.links:
             _, colon, ends = name.partition(":")
             for device in map(int, ends.split(">") if colon else ()):
@@ -336,7 +335,7 @@ class Costs(Declared):
         return general if specific is None else specific.over(general)
 
     def transfer_time(self, kind: TransferKind, communicator: str = "") -> float:
-        """The duration of a transfer, on its communicator if it is named, from the end of its last producer."""
+        """The duration of a transfer from the end of its last producer, on `communicator` if given."""
         link = self.link(kind, communicator)
         if link is not None:
             return link.time
@@ -345,7 +344,7 @@ class Costs(Declared):
 
 
 def is_per_stage(name: str) -> bool:
-    """Whether a key of `Costs.memory` or `Costs.sharding` has one number per stage, not one per device."""
+    """Whether a key of `Costs.memory` or `Costs.sharding` has one number per stage rather than per device."""
     return name != RECEIVE and SHAPES[Kind(name)][0]
 
 
@@ -357,7 +356,7 @@ def _spread(table_name: str, name: str, value: Cost, placement: Placement) -> tu
 
 
 class PassTimes:
-    """Duration of every pass under one placement, with sequences of so many `slices`."""
+    """Duration of every pass under one placement, with sequences cut into `slices`."""
 
     def __init__(self, costs: Costs, placement: Placement, slices: int = 1) -> None:
         """Raises InputError if a list of `costs` does not have one number per stage or device, or per slice."""
@@ -367,7 +366,7 @@ class PassTimes:
         ]
 
     def of(self, item: Pass, device: int) -> float:
-        """The duration of `item`, of passes that run as one the sum. Raises InputError if it has no time."""
+        """The duration of `item`; for a joint pass, the sum over its parts. Raises InputError if it has no time."""
         kind = item.kind
         by_kind = self._by_slice[min(item.slice, len(self._by_slice) - 1)]
         if kind not in by_kind:
@@ -396,9 +395,9 @@ ASSUMED_COPY = 0.25
 """Default time of a copy to the host, or back, relative to forward plus backward."""
 
 EQUAL_COSTS = Costs(F=1, I=1, W=1, S=0.4, T=0.4, E=0, G=0, O=3 * ASSUMED_COPY, L=3 * ASSUMED_COPY)
-"""The default costs: equal stages, a backward twice its forward, small vocabulary passes, and copies to the host and
-back that together take half as long as forward and backward. Orders depend on little more than the ratio of forward to
-backward."""
+"""The default costs: equal stages, backwards twice as long as forwards, small vocabulary passes, and copies to the host
+and back that together take half as long as forward and backward. Orders depend on little more than the ratio of forward
+to backward."""
 
 HOST_COSTS = replace(EQUAL_COSTS, bytes=1.0)
 """The same for orders with offload: one forward stores one unit of bytes."""
@@ -411,5 +410,5 @@ EQUAL_SHARDING = {
     "REDUCE_GRAD_E": 0.8,
     "REDUCE_GRAD_S": 0.8,
 }
-"""`Costs.sharding` that goes with equal costs and a bandwidth of 1: parameters of a stage are gathered in the time of a
-forward, and their gradients, in a wider dtype, are summed in twice that."""
+"""`Costs.sharding` for equal costs and a bandwidth of 1: gathering the parameters of a stage takes as long as a
+forward, and reducing their gradients, in a wider dtype, twice as long."""

@@ -1,4 +1,4 @@
-"""Explain why a schedule does not complete: where every device stops, and what it waits for there."""
+"""Explain why a schedule does not complete: where every device stops, and what it is waiting for."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _explain(walked: Walked) -> tuple[Fault, dict[int, int]]:
 
 
 def _reasons(walked: Walked, n: int, device: int) -> list[str]:
-    """What a device waits for, in words: passes that have not run, or a transfer and what blocks it on each member."""
+    """Describe what a device waits for: passes that have not run, or a transfer and what blocks it on each member."""
     numbered = walked.numbered
     if not numbered.is_transfer(n):
         return [_pass(walked, n)]

@@ -1,4 +1,4 @@
-"""Faults with the rows around them, and the report of a check."""
+"""Faults with excerpts of the rows around them, and the report of a check."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from evenpipe.words import count
 from .passes import Item, Pass, Rows
 
 SHOWN = 20
-"""Most faults in the message of an error; a report has all."""
+"""Most faults in an error message; a report has all of them."""
 ROWS = 8
 """Most devices whose rows a message shows."""
 AROUND = 4
 """Passes shown on either side of the marked one."""
 PARTS = 4
-"""Most parts shown of passes that run as one."""
+"""Most parts shown of a joint pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class Report:
 
 
 def excerpt(rows: Rows, marks: Mapping[int, int]) -> str:
-    """One line for each of the first devices of `marks` (device -> position), with the passes around the marked
-    one, in brackets.
+    """One line for each of the first devices in `marks` (device -> position): the marked pass in brackets, and the
+    passes around it.
 
     As in "  device 1: ... 1F1 1B0 [1F2] 1B1 ..."; an idle slot is a dot, [end] comes after the last pass.
     """
@@ -89,7 +89,7 @@ def neighbours(rows: Rows, device: int, position: int) -> str:
 
 
 def brief(item: Item | None) -> str:
-    """The text of an item: a dot for an idle slot, and only the first parts of many passes that run as one."""
+    """The text of an item: a dot for an idle slot, and only the first parts of a joint pass with many parts."""
     if isinstance(item, Pass) and len(item.parts) > PARTS:
         return f"({';'.join(map(str, item.parts[:PARTS]))};...{len(item.parts) - PARTS} more){item.kind.value}"
     return "." if item is None else str(item)

@@ -1,4 +1,4 @@
-"""What a device holds: along its row, and over time. All sums of memory over a schedule are here."""
+"""What a device holds, along its row and over time. All sums of memory over a schedule are in this module."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Curve = tuple[tuple[float, float], ...]
 
 
 def held_along(row: Iterable[Item | None], change: Callable[[Pass], float]) -> Iterator[tuple[int, float, float]]:
-    """For each pass of a row: its position, the most that is held while it runs, and what is held after it.
+    """For each pass of a row: its position, the peak while it runs, and the amount held after it.
 
-    change: what a pass adds; below 0 for what it releases. Passes that run as one come in the order in which they
-    start.
+    change: the amount that a pass adds, negative if it releases memory. Parts of a joint pass count in the order in
+    which they start.
     """
     held = 0.0
     for position, item in enumerate(row):
@@ -52,14 +52,14 @@ def peak_activations(
 
 
 def factor_of(item: Pass, factors: tuple[float, ...]) -> float:
-    """The factor of a pass among those of all slices; 1 if there are none."""
+    """The factor of the slice of a pass; 1 if there are no factors."""
     return factors[item.slice] if factors else 1.0
 
 
 def held_over_time(changes: Iterable[tuple[float, int, float]]) -> Curve:
-    """The curve of changes: time, rank of those at the same time, and what is added.
+    """The curve of changes: time, rank among changes at the same time, and the amount added.
 
-    Ranks only decide in which order floating-point numbers are added.
+    Ranks only determine the order in which floating-point numbers are added.
     """
     held = 0.0
     curve = []

@@ -1,9 +1,9 @@
-"""Split consecutive layers over devices: evenly, or such that the busiest device has as little to do as possible.
+"""Split consecutive layers over devices, either evenly or so that the busiest device has the least work.
 
-The second is a dynamic programme over the points between layers, as in PHAZE (arXiv 2407.13143, section 4): the place
-of a device in the pipeline decides how many microbatches are in flight there, so a layer needs the less memory the
-nearer it is to the output layer. First counts the time of the busiest device, then the memory of the fullest, then how
-even the times are, then all the memory together.
+The second is a dynamic program over the points between layers, as in PHAZE (arXiv 2407.13143, section 4). The position
+of a device in the pipeline determines how many microbatches are in flight there, so a layer needs less memory the
+closer it is to the output layer. The objectives, in order: the time of the busiest device, the memory of the fullest
+device, how even the times are, and the total memory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .order import Order
 from .placement import Placement
 
 Load = Callable[[int, int, int], tuple[float, float]]
-"""Time and memory of a device that has the layers from one (inclusive) to another (exclusive): (device, first, last).
-Neither falls with more layers; infinite if the device cannot have them."""
+"""Time and memory of a device that holds the layers from `first` (inclusive) to `last` (exclusive): (device, first,
+last). Neither decreases with more layers; infinite if the device cannot hold them."""
 
 NEARLY = 1 + 1e-12
-"""Sums of the same times in another order differ by less."""
+"""Sums of the same times in a different order differ by less than this factor."""
 
 
 def even_split(layers: int, devices: int) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ def even_split(layers: int, devices: int) -> tuple[int, ...]:
 
 
 def in_flight_per_layer(order: Order) -> tuple[float, ...]:
-    """How many microbatches of a layer each device holds at most, on average over its stages, in an order
+    """The peak number of microbatches in flight per layer on each device, averaged over its stages, for an order
     without vocabulary passes."""
     placement = order.placement
     return tuple(
@@ -55,14 +55,15 @@ def in_flight_per_layer(order: Order) -> tuple[float, ...]:
 def splits_by_cost(
     layer_costs: Sequence[float], placement: Placement, head: float, in_flight: Sequence[float]
 ) -> tuple[tuple[int, ...], ...]:
-    """The layers per stage that keep the busiest device short: the mode `redistribute`.
+    """The layers per stage that minimise the time of the busiest device: the mode `redistribute`.
 
-    Of one stage per device, the best split. If devices hold several stages, the order decides what is best, so there
-    are several candidates: those with the shortest busiest device, of equal ones with the least memory or the most
-    layers on the first devices; and the one with the shortest stage. There each layer counts as one of average time.
+    With one stage per device, the result is the best split. If devices hold several stages, the best split depends on
+    the order, so there are several candidates: those with the shortest time of the busiest device, ties broken by the
+    least memory or by the most layers on the first devices (here every layer takes the mean time), and the one with the
+    shortest time of the busiest stage.
 
-    layer_costs: time of each layer, forward and backward. head: the same of the output layer, on the last stage's
-    device. in_flight: by device, microbatches that a layer there holds, as `in_flight_per_layer`. A stage may get no
+    layer_costs: time of each layer, forward and backward. head: the same for the output layer, on the last stage's
+    device. in_flight: by device, the microbatches in flight per layer, as in `in_flight_per_layer`. A stage may get no
     layer.
 
     Raises InputError for a negative or infinite cost.
@@ -87,7 +88,7 @@ def splits_by_cost(
     if stages == devices:
         return (shortest_stage,)
     mean = cumulative[-1] / layers if layers else 0.0
-    means = [mean * held for held in range(layers + 1)]
+    means = [mean * layer_count for layer_count in range(layers + 1)]
     loads = [load_of(means, placement.last_device, weights) for weights in (in_flight, [1.0] * devices)]
     splits = [over_stages(best_split(layers, devices, load, alike=True), placement, head, mean) for load in loads]
     splits.append(shortest_stage)
@@ -95,9 +96,9 @@ def splits_by_cost(
 
 
 def over_stages(held: Sequence[int], placement: Placement, head: float, layer: float) -> tuple[int, ...]:
-    """The layers per stage if each device spreads those that it has over its stages, so that the longest of them
-    is short; those behind get the remainder, of which less is in flight. head, layer: time of the output layer and of a
-    layer."""
+    """The layers per stage if each device spreads its layers over its stages so that the longest stage is as short as
+    possible. Later stages get the remainder, because they have fewer microbatches in flight. head, layer: time of the
+    output layer and of a layer."""
     counts = [0] * placement.stages
     for device, layers in enumerate(held):
         times = {stage: head * (stage == placement.last_stage) for stage in placement.stages_of(device)}
@@ -109,10 +110,10 @@ def over_stages(held: Sequence[int], placement: Placement, head: float, layer: f
 
 
 def best_split(layers: int, devices: int, load: Load, *, alike: bool = False) -> tuple[int, ...]:
-    """The layers of each device, first to last, that minimise in this order: the time of the busiest device, the
-    memory of the fullest, the sum of squared times, the sum of memory; of equal ones, that with the most layers on the
-    first devices. A device may get no layer. alike: a device's load depends only on its number of layers, which is
-    quicker.
+    """The layers of each device, first to last, that minimise, in this order: the time of the busiest device, the
+    memory of the fullest device, the sum of squared times, the sum of memory. Ties are broken by the most layers on the
+    first devices. A device may get no layer. alike: a device's load depends only on its number of layers; this is
+    faster.
 
     Raises InputError if no split has a finite time.
     """
@@ -130,10 +131,11 @@ def best_split(layers: int, devices: int, load: Load, *, alike: bool = False) ->
 
 
 def _least_maximum(layers: int, devices: int, cost: Callable[[int, int, int], float]) -> float:
-    """The least that the highest cost of a device can be.
+    """The smallest possible value of the highest cost of any device.
 
-    `best[stop]` is that of the devices so far with the first `stop` layers. It rises with `stop`, and the cost of the
-    next device falls with its first layer; so the best first layer is where they cross, and that moves on with `stop`.
+    `best[stop]` is this value for the devices so far and the first `stop` layers. It increases with `stop`, and the
+    cost of the next device decreases with its first layer, so the best first layer is where they cross, and it
+    increases with `stop`.
     """
     best = [0.0] + [inf] * layers
     for device in range(devices):
@@ -150,7 +152,7 @@ def _least_maximum(layers: int, devices: int, cost: Callable[[int, int, int], fl
 
 
 def _least_maximum_of_alike(layers: int, devices: int, cost: Callable[[int, int, int], float]) -> float:
-    """The same if only the number of layers counts: each layer goes to the device that is then the lowest."""
+    """The same if only the number of layers counts: each layer goes to the device whose cost is then the lowest."""
     highest = max(cost(device, 0, 0) for device in range(devices))
     held = [0] * devices
     following = [(cost(device, 0, 1), device) for device in range(devices)] if layers else []
@@ -165,16 +167,14 @@ def _least_maximum_of_alike(layers: int, devices: int, cost: Callable[[int, int,
 
 
 def _most_even(layers: int, devices: int, load: Load, time: float, memory: float) -> tuple[int, ...]:
-    """The split within these limits with the least sum of squared times, then the least sum of memory, then the
+    """The split within these limits with the smallest sum of squared times, then the smallest sum of memory, then the
     most layers on the first devices, by dynamic programming over devices and layers."""
 
     def fits(device: int, first: int, last: int) -> bool:
         seconds, held = load(device, first, last)
         return seconds <= time and held <= memory
 
-    earliest = [
-        layers
-    ]  # by device, last to first: layers before it, if it and those behind it have as many as they can
+    earliest = [layers]  # by device, last to first: its first layer if it and later devices hold as many as fit
     for device in reversed(range(devices)):
         first = earliest[-1]
         while first and fits(device, first - 1, earliest[-1]):
@@ -204,7 +204,7 @@ def _most_even(layers: int, devices: int, load: Load, time: float, memory: float
 
 
 def _is_less(left: tuple[float, float], right: tuple[float, float]) -> bool:
-    """Compare the first numbers, then the second ones, if the first are nearly equal."""
+    """Compare the first numbers, or the second numbers if the first are nearly equal."""
     if left[0] * NEARLY < right[0]:
         return True
     return left[0] <= right[0] * NEARLY and left[1] * NEARLY < right[1]

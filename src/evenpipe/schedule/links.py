@@ -40,7 +40,7 @@ class Link:
     """Size of one transfer."""
 
     def over(self, default: Link | None) -> Link:
-        """This link, with missing values taken from `other`."""
+        """This link, with missing values taken from `default`."""
         if default is None:
             return self
         overrides = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
@@ -53,8 +53,8 @@ class Link:
 
 
 def check_links(links: Mapping[str, Link]) -> None:
-    """Raise InputError for a link of neither a class of `LINKS` nor a hop such as "F:0>1" (forward from device 0 to 1),
-    and for one without a size or bandwidth that it needs."""
+    """Raise InputError for a key that is neither in `LINKS` nor a hop such as "F:0>1" (forward from device 0 to 1),
+    and for a link without a size or bandwidth that it needs."""
     for key, link in links.items():
         if key not in LINKS and not _HOP.fullmatch(key):
             raise unknown_key("costs.links", key, (*LINKS, "F:0>1"))

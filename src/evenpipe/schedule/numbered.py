@@ -1,18 +1,18 @@
-"""A schedule in numbers, for fast work on millions of passes.
+"""Number the passes and transfers of a schedule, to process millions of them fast.
 
-All passes of a group (kind, stage and device) have consecutive numbers, by unit: what a pass needs is the same number
-of steps away in every unit, so needs are tuples of steps, resolved once per group and slice. Transfers have negative
-numbers, route by route and by unit, so that lists over all numbers have them at their other end. In between are the
-passes *apart*, which are about no single unit: passes that run as one, and what gathers, frees and sums parameters.
+The passes of a group (kind, stage and device) have consecutive numbers, by unit. The passes that a pass needs are the
+same number of steps away in every unit, so needs are tuples of steps, resolved once per group and slice. Transfers have
+negative numbers, by route and unit, so they are at the end of a list indexed by number. Between the two are the passes
+*apart*, which belong to no single unit: joint passes, and passes that gather, free and reduce parameters.
 
     0 ... passes - 1     passes, by group and unit
     - size + passes      the last pass apart; the first is - transfers - 1
     - transfers ... -1   transfers, by route and unit
 
-A pass that runs as one with others waits for what all its parts need, takes their time, and makes what they make when
-it ends. Its parts have numbers too, which happen with it.
+A joint pass waits for everything that its parts need, takes their total time, and produces their results when it ends.
+Its parts have numbers too, and complete with it.
 
-The schedule may lack passes, repeat them, or have some that belong nowhere: those have no number.
+The schedule may lack passes, repeat them, or have passes that belong nowhere; those have no number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ABSENT = -1
 
 
 class Apart(NamedTuple):
-    """A pass that is about no single unit. parts: numbers of the passes that run as one."""
+    """A pass that belongs to no single unit. parts: numbers of the parts of a joint pass."""
 
     device: int
     position: int
@@ -42,14 +42,14 @@ class Numbered:
     """The numbers of an order or program.
 
     Attributes:
-        rows: per device, numbers in the order of its row, each once.
+        rows: per device, the numbers in the order of its row, each once.
         groups: the first number of each group.
         position: by number of a pass of a group, its position in the row of its device, or ABSENT.
-        issued: per device, by number of a route, positions of its transfers by unit.
-        apart: passes apart, by number; the first has -transfers - 1, the next one less, and so on.
-        misplaced, repeated: (device, position) of items that belong nowhere, or are in the row already.
-        needs, uses, feeds: by `rule[number]`, steps to passes and transfers that must be over, to transfers that must
-            be issued before, and to those that it makes ready.
+        issued: per device and route number, the positions of its transfers by unit.
+        apart: passes apart, by number: -transfers - 1 is the first, -transfers - 2 the second, and so on.
+        misplaced, repeated: (device, position) of items that belong nowhere, or are already in the row.
+        needs, uses, feeds: by `rule[number]`, steps to the passes and transfers that must be complete before it, to the
+            transfers that must be issued before it, and to the transfers whose data it produces.
     """
 
     def __init__(self, schedule: DeviceRows) -> None:
@@ -100,7 +100,7 @@ class Numbered:
         return numbers
 
     def _locate(self, device: int, item: Item) -> tuple[int, list[int], int] | None:
-        """The number of unit 0, a list of positions and the place of unit 0 in it; None for what does not belong."""
+        """The number of unit 0, a list of positions and the index of unit 0 in it; None if the item does not belong."""
         if isinstance(item, Transfer):
             route = self.rules.route(device, item)
             if route is None:
@@ -165,7 +165,7 @@ class Numbered:
                 self.feeds.append(feeds)
         self.passes = len(self.position)
         self._groups = list(self.groups)
-        self.rule += [-1] * (self.passes - len(self.rule))  # of groups that others need, but that are in no row
+        self.rule += [-1] * (self.passes - len(self.rule))  # groups that other passes need but that are in no row
         apart_rules = []
         for number, entry in self.apart.items():
             apart_rules.append(len(self.needs))
@@ -210,7 +210,7 @@ class Numbered:
         return (transfer + self.transfers) % self.units
 
     def place_of(self, route: Route) -> slice:
-        """Where a list over all numbers has the transfers of a route."""
+        """The slice of a list indexed by number that has the transfers of a route."""
         first = self.size - self.transfers + route.number * self.units
         return slice(first, first + self.units)
 
@@ -230,7 +230,7 @@ class Numbered:
         return ABSENT if positions is None else positions[unit]
 
     def item(self, n: int, device: int) -> Item:
-        """A pass or transfer as `device` calls it; B for a backward that is in no row."""
+        """A pass or transfer as `device` names it; B for a backward that is in no row."""
         if n < -self.transfers:
             return self.apart[n].item
         if n < 0:
@@ -255,7 +255,7 @@ class Numbered:
         return self.apart[n].device if n < 0 else self._groups[n // self.units].device
 
     def durations(self, costs: Costs) -> list[float]:
-        """By number, how long it takes; 0 for parts of passes that run as one.
+        """The duration of each number; 0 for the parts of joint passes.
 
         Raises InputError if `costs` lack a kind, or have lists of the wrong length.
         """
@@ -268,7 +268,7 @@ class Numbered:
         mixed = {(device, stage) for device, kind, stage in self.kinds if kind is Kind.I} & {
             (device, stage) for device, kind, stage in self.kinds if kind is Kind.B
         }
-        for device, _ in mixed:  # some backwards of a stage are whole, others split
+        for device, _ in mixed:  # some backwards of a stage are full, others split
             for n in self.rows[device]:
                 if n >= 0 and isinstance(item := schedule.rows[device][self.position[n]], Pass):
                     takes[n] = times.of(item, device)
@@ -284,7 +284,7 @@ class Numbered:
 
 
 def _microbatches(schedule: DeviceRows) -> Sequence[int]:
-    """The microbatches that get numbers: all, but in a file that is mostly empty only those that it has."""
+    """The microbatches that get numbers: all of them, or only those that appear if the rows have few items."""
     if schedule.microbatches <= sum(map(len, schedule.rows)):
         return range(schedule.microbatches)
     items = (item for row in schedule.rows for item in row if item is not None)

@@ -1,4 +1,4 @@
-"""An order: for each device, the list of its compute passes; and what orders and programs have in common."""
+"""An order: for each device, the list of its compute passes; and the base class of orders and programs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class DeviceRows:
     """The rows of an `Order` or a `Program`: what each device does, in order.
 
     None is an idle slot, which has no effect. `vocabulary` says which vocabulary passes there are: FIRST_LAST for none,
-    VOCAB_2 or VOCAB_1; other modes become the one of these with the same passes (`VocabularyMode.of_rows`). With
-    `forward_only` it evaluates: it has F, and E, S and C where the vocabulary layers are sharded. With more than one of
-    `slices` every sequence is cut into so many, and passes are about one slice of a microbatch: a unit.
+    VOCAB_2 or VOCAB_1; other modes are replaced by the one of these with the same passes (`VocabularyMode.of_rows`).
+    With `forward_only` it evaluates: it has F, and E, S and C if the vocabulary layers are sharded. If `slices` is more
+    than 1, every sequence is cut into that many slices, and a pass processes one slice of a microbatch: a unit.
     """
 
     placement: Placement
@@ -76,7 +76,7 @@ class DeviceRows:
         return Order(self.placement, self.microbatches, rows, self.vocabulary, self.forward_only, self.slices)
 
     def to_csv(self) -> str:
-        """One line per device, readable by `from_csv` and, if torch has all the kinds, by torch's runtime."""
+        """One line per device, readable by `from_csv` and, if torch supports all its kinds, by torch's runtime."""
         return rows_to_csv(self.rows)
 
     @classmethod
@@ -91,11 +91,11 @@ class DeviceRows:
         forward_only: bool | None = None,
         slices: int | None = None,
     ) -> Self:
-        """Read rows. Missing arguments are inferred, members and communicators of transfers from the placement; edges
-        of the stages are a chain by default.
+        """Read rows. Missing arguments are inferred from the rows, and members and communicators of transfers from the
+        placement; the stages form a chain by default.
 
-        A transfer that no pass of this placement needs keeps empty members, for the checker to name. Raises InputError
-        that names row and column of a cell that is not a pass; only programs have transfers.
+        A transfer that no pass of this placement needs keeps empty members, and the checker reports it. Raises
+        InputError naming row and column of a cell that is not a pass; only programs have transfers.
         """
         rows = rows_from_csv(text)
         cls._check_items(rows)
@@ -105,7 +105,7 @@ class DeviceRows:
 
     @classmethod
     def _check_items(cls, rows: Rows) -> None:
-        """Raise InputError for an item that does not belong in such rows."""
+        """Raise InputError for an item that such rows cannot contain."""
 
     @classmethod
     def _addressed(cls, rows: Rows, fields: dict[str, Any]) -> Any:

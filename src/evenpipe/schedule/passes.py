@@ -52,7 +52,7 @@ class Kind(StrEnum):
     L = "L"
     """Load them back: allocate memory, and start the copy."""
     UNSHARD = "UNSHARD"
-    """Gather a stage's parameters from the replicas that hold parts of them."""
+    """Gather a stage's parameters from the replicas that hold shards of them."""
     UNSHARD_E = "UNSHARD_E"
     """The same for the embedding."""
     UNSHARD_S = "UNSHARD_S"
@@ -97,21 +97,21 @@ STAGE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.O, Kind.D,
 VOCABULARY_KINDS = frozenset({Kind.E, Kind.G, Kind.S, Kind.C, Kind.T})
 """Kinds that every device runs once per unit, on its shard of the vocabulary."""
 GATHERING_KINDS = frozenset({Kind.UNSHARD, Kind.UNSHARD_E, Kind.UNSHARD_S})
-"""Kinds that gather parameters from the replicas: the gathering begins, and the next pass that uses them waits."""
+"""Kinds that start to gather parameters from the replicas; the next pass that uses the parameters waits."""
 FREEING_KINDS = frozenset({Kind.RESHARD, Kind.RESHARD_E, Kind.RESHARD_S})
 """Kinds that free gathered parameters."""
 REDUCING_KINDS = frozenset({Kind.REDUCE_GRAD, Kind.REDUCE_GRAD_E, Kind.REDUCE_GRAD_S})
-"""Kinds that sum gradients over the replicas: the sum begins, and the end of the step waits for it."""
+"""Kinds that start to reduce gradients over the replicas; the end of the step waits for the result."""
 SHARDING_KINDS = GATHERING_KINDS | FREEING_KINDS | REDUCING_KINDS
-"""Kinds that are about the parameters of a stage, or of the vocabulary layers of a device, and about no unit."""
+"""Kinds for the parameters of a stage, or of the vocabulary layers of a device. They belong to no unit."""
 BACKWARD_KINDS = frozenset(
     {*(Kind.B, Kind.I, Kind.W, Kind.T, Kind.G, Kind.R, Kind.O, Kind.D, Kind.L, Kind.OVERLAP_F_B), *REDUCING_KINDS}
 )
 """Kinds that occur only in training, not in evaluation."""
 OFFLOAD_KINDS = frozenset({Kind.O, Kind.D, Kind.L})
-"""Kinds that move activations to the host and back. They take no time of their own: copies run beside compute."""
+"""Kinds that move activations to the host and back. They take no time themselves: copies overlap with compute."""
 ROLE: dict[Kind, Kind] = {**{kind: kind for kind in Kind}, Kind.I: Kind.B}
-"""Role of a kind for other stages: I counts as B, if the backward is split."""
+"""Role of a kind for other stages: I counts as B if the backward is split."""
 JOINT_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 """Kinds that may be parts of OVERLAP_F_B."""
 HOP_KINDS = frozenset({TransferKind.SEND_F, TransferKind.RECV_F, TransferKind.SEND_B, TransferKind.RECV_B})
@@ -119,7 +119,7 @@ HOP_KINDS = frozenset({TransferKind.SEND_F, TransferKind.RECV_F, TransferKind.SE
 
 
 StageUnit = tuple[int, int]
-"""A stage, and a unit (a slice of a microbatch): what a device keeps activations for."""
+"""A stage and a unit (a slice of a microbatch). A device stores activations per stage and unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Pass:
 
     @classmethod
     def parse(cls, text: str) -> Pass:
-        """The pass that `text` spells; raises InputError for any other text."""
+        """Parse a pass. Raises InputError for any other text."""
         item = parse_item(text)
         if isinstance(item, Transfer):
             raise InputError(f"{quoted(text)} is a transfer, expected a pass such as 2F0 or S0")
@@ -159,11 +159,11 @@ class Pass:
 class Transfer:
     """One communication in a program, as one of its members issues it.
 
-    A hop has a `stage` (the producing one at the sending end, the receiving one at the other end) and
+    A hop has a `stage` (the producing stage at the sending end, the receiving stage at the other end) and
     `members = (source, destination)`. A collective has no stage, and its `root` is the source of X and ROW_GRADIENTS,
-    the destination of DX and ROWS, and None for STATISTICS. `communicator` names the group that carries it, in which
-    all members issue their transfers in one order. `peer` is the stage at the other end of a hop if `stage` has several
-    there.
+    the destination of DX and ROWS, and None for STATISTICS. `communicator` names the group that carries it; all members
+    of a communicator issue its transfers in the same order. `peer` is the stage at the other end of a hop if `stage`
+    has several neighbours there.
     """
 
     kind: TransferKind
@@ -176,7 +176,7 @@ class Transfer:
     peer: int | None = None
 
     def __hash__(self) -> int:
-        # Not over `members`: there may be thousands, and the other fields suffice to tell transfers apart.
+        # Without `members`: there may be thousands, and the other fields suffice to distinguish transfers.
         return hash((self.kind, self.stage, self.microbatch, self.slice))
 
     def __str__(self) -> str:
@@ -188,7 +188,7 @@ Item = Pass | Transfer
 """An item in a row of a program."""
 
 Rows = Sequence[Sequence[Item | None]]
-"""What each device does, in order; None is an idle slot."""
+"""The items of each device, in order; None is an idle slot."""
 
 
 def parts_of(item: Pass) -> tuple[Pass, ...]:
@@ -197,27 +197,27 @@ def parts_of(item: Pass) -> tuple[Pass, ...]:
 
 
 def parts_in(row: Iterable[Item | None]) -> Iterator[Pass]:
-    """All passes in a row, in the order in which they start: those that run as one are taken apart."""
+    """All passes in a row, in the order in which they start. A joint pass yields its parts."""
     for item in row:
         if isinstance(item, Pass):
             yield from parts_of(item)
 
 
 def unit_of(item: Item, slices: int) -> int:
-    """The number of the unit, a slice of a microbatch, that a pass or transfer is about."""
+    """The number of the unit (a slice of a microbatch) of a pass or transfer."""
     assert item.microbatch is not None
     return item.microbatch * slices + item.slice
 
 
 def unit_text(item: Item) -> str:
-    """The unit of a pass or transfer as it is written, such as 0 or 0.1; an empty text without a microbatch."""
+    """The unit of a pass or transfer as text, such as 0 or 0.1; an empty string without a microbatch."""
     if item.microbatch is None:
         return ""
     return f"{item.microbatch}.{item.slice}" if item.slice else str(item.microbatch)
 
 
 def parse_item(text: str) -> Item:
-    """The pass or transfer that `text` spells; raises InputError for any other text.
+    """Parse a pass or transfer. Raises InputError for any other text.
 
     A transfer read from text has no members yet: they follow from the placement (`Program.from_csv` fills them in).
     """
@@ -281,7 +281,7 @@ TOWARDS: dict[TransferKind | None, str] = {
     TransferKind.SEND_B: ">",
     TransferKind.RECV_B: "<",
 }
-"""What stands between a hop and the stage at its other end, in text."""
+"""The character between a hop and the stage at its other end, in text."""
 _KINDS: dict[str, Kind] = {kind.value: kind for kind in Kind}
 _TRANSFERS: dict[str, TransferKind] = {kind.value: kind for kind in TransferKind}
 SHAPES: dict[Kind | TransferKind, tuple[bool, bool]] = {
@@ -292,7 +292,7 @@ SHAPES: dict[Kind | TransferKind, tuple[bool, bool]] = {
     **dict(product((Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD), [(True, False)])),
     Kind.OVERLAP_F_B: (False, False),
 }
-"""Whether a kind has a stage, and a microbatch."""
+"""Whether a kind has a stage, and whether it has a microbatch."""
 _SHAPES = {kind.value: shape for kind, shape in SHAPES.items() if kind is not Kind.OVERLAP_F_B}
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _NAMES = "|".join(sorted(_SHAPES, key=len, reverse=True))

@@ -1,6 +1,6 @@
-"""Pictures of orders, programs and timelines for notebooks, with the words of their `repr`.
+"""Pictures of orders, programs and timelines for notebooks, with the text of their `repr`.
 
-`evenpipe.draw` imports this folder, so it is imported here only when something is shown.
+`evenpipe.draw` imports this package, so it is imported here only when a picture is drawn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ MOST_EVENTS = 20_000
 
 
 def html_of_order(order: Order, words: str) -> str:
-    """The step of `order` at equal costs under `words`; only the words if it cannot complete or is too large."""
+    """The step of `order` at equal costs, below the text `words`; only the text if the order cannot complete or is too
+    large."""
     if sum(map(len, order.rows)) > MOST_EVENTS:
         return _text(words)
     try:
@@ -34,7 +35,7 @@ def html_of_order(order: Order, words: str) -> str:
 
 
 def html_of_timeline(timeline: Timeline, words: str) -> str:
-    """The picture of `timeline` under `words`; only the words if it is empty or too large."""
+    """The picture of `timeline` below the text `words`; only the text if it is empty or too large."""
     events = sum(map(len, timeline.events))
     if not 0 < events <= MOST_EVENTS:
         return _text(words)

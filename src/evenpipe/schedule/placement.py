@@ -1,4 +1,4 @@
-"""Which device holds which stage, and how stages follow each other: the graph of stages."""
+"""Which device holds which stage, and the graph of stages."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from evenpipe.errors import InputError
 from evenpipe.words import quoted, refused
 
 Edge = tuple[int, int]
-"""A stage, and one that takes its output."""
+"""A stage, and a stage that takes its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """`stage_device[stage]` is the device of each stage; every device holds at least one.
 
-    Stages form a graph with `edges` from lower to higher stages, a chain if none are given. It begins with stage 0,
-    which takes the embedded tokens, and ends with the last one, which feeds the output layer; every other stage takes
-    the output of one or more, and feeds one or more. Only this class knows which stages are next to each other.
+    Stages form a graph with `edges` from lower to higher stages, by default a chain. It begins with stage 0, which
+    takes the embedded tokens, and ends with the last stage, which feeds the output layer; every other stage has one or
+    more predecessors and successors. Only this class knows which stages are adjacent.
     """
 
     devices: int
@@ -29,7 +29,7 @@ class Placement:
     _predecessors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _successors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     cache: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
-    """What others have made from this placement and want to find again, for as long as it lives."""
+    """Objects that other modules derived from this placement, cached for its lifetime."""
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -41,18 +41,18 @@ class Placement:
         empty = next((device for device in range(self.devices) if device not in holders), None)
         if empty is not None:
             raise InputError(f"device {empty} holds no stage; every device needs at least one")
-        held: list[list[int]] = [[] for _ in range(self.devices)]
+        stages_of: list[list[int]] = [[] for _ in range(self.devices)]
         for stage, device in enumerate(self.stage_device):
-            held[device].append(stage)
-        object.__setattr__(self, "_stages_of", tuple(map(tuple, held)))
+            stages_of[device].append(stage)
+        object.__setattr__(self, "_stages_of", tuple(map(tuple, stages_of)))
         self._connect()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel between processes without the cache."""
+        """Pickle without the cache."""
         return Placement, (self.devices, self.stage_device, self.edges)
 
     def _connect(self) -> None:
-        """Check and sort the edges, and note what is next to each stage."""
+        """Check and sort the edges, and record the neighbours of each stage."""
         edges = tuple(sorted(self.edges)) or _chain(self.stages)
         predecessors: list[list[int]] = [[] for _ in self.stage_device]
         successors: list[list[int]] = [[] for _ in self.stage_device]
@@ -117,7 +117,7 @@ class Placement:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every stage has at most one before it and one after it."""
+        """Whether every stage has at most one predecessor and one successor."""
         return self.edges == _chain(self.stages)
 
     def device_of(self, stage: int) -> int:

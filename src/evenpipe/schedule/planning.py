@@ -1,4 +1,4 @@
-"""From a schedule and a vocabulary mode to the program that the runtime executes: the one entry point."""
+"""The entry point that plans the program that the runtime executes, from a schedule and a vocabulary mode."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ OFFLOAD = ("scheduled", "none", "free", "all")
 def costs_of_work(
     layers: Sequence[float], head: float, layers_per_stage: Sequence[int], devices: int, mode: VocabularyMode
 ) -> Costs:
-    """Pass times in units of the given work, for arranging an order without known times.
+    """Pass times in units of the given work, to arrange an order whose times are unknown.
 
-    layers, head: forward work of each layer and of the output layer, which is three products of equal size: logits, dX
-    and dW. A backward is twice its forward. Copies to the host get no time.
+    layers, head: forward work of each layer and of the output layer, which is three matrix products of equal size:
+    logits, dX and dW. A backward takes twice as long as its forward. Copies to the host get no time.
     """
     bounds = [0, *accumulate(layers_per_stage)]
     forward = [sum(layers[first:last]) for first, last in pairwise(bounds)]
@@ -100,53 +100,53 @@ def plan_order(
 ) -> Order:
     """The order of a schedule in a vocabulary mode; `options` are those of the generator.
 
-    A generator that plans by costs knows nothing of vocabulary passes. So in modes that add them its order for equal
-    passes is tried, too, and taken if the step is shorter and no device holds more activations.
+    A generator that plans by costs does not know about vocabulary passes. So in modes that add them, its order for
+    equal passes is also tried, and used if the step is shorter and no device holds more activations.
 
-    slices: of every sequence. None: as in the order, and 1 for a name or a function, which otherwise gets every unit as
-    a microbatch. `costs` are those of one unit.
+    slices: number of slices of every sequence. None: as in the order, and 1 for a name or a function. With slices, a
+    name or a function generates an order in which every unit is a microbatch. `costs` are those of one unit.
 
-    offload: which activations go to the host. "scheduled": as the order says; "none"; "free": all that lower the peak
-    of a device without costing time; "all": enough to reach the lowest possible peak; a number: enough to stay below
-    that many bytes, with the sizes of `costs`. host_memory: most bytes of a device on the host, if `costs` have sizes.
+    offload: which activations go to the host. "scheduled": as in the order; "none"; "free": all that lower the peak of
+    a device without costing time; "all": enough to reach the lowest possible peak; a number: enough to stay below that
+    many bytes, with the sizes of `costs`. host_memory: most bytes of a device on the host, if `costs` have sizes.
 
-    make: makes the order of a name, as `generate` does.
+    make: generates the order of a name, as `generate` does.
 
-    If vocabulary passes are added, the copies of the same activations are placed anew. An order that already has the
+    If vocabulary passes are added, the copies of the same activations are placed again. An order that already has the
     vocabulary passes of the mode is used unchanged. A program is reduced to its passes; torch's sharding passes stay
-    only if no vocabulary passes are added. Raises InputError for unknown names, for an order of another size or with
-    the vocabulary passes of another mode, and for an unsound one, with every fault.
+    only if no vocabulary passes are added. Raises InputError for unknown names, for an order of a different size or
+    with the vocabulary passes of a different mode, and for an unsound order, with every fault.
     """
     target_mode = VocabularyMode.of(mode)
     if isinstance(schedule, Program):
-        keeps = schedule.vocabulary.sharded or not target_mode.sharded
-        schedule = schedule.order if keeps else without_sharding(schedule.order)
+        keeps_passes = schedule.vocabulary.sharded or not target_mode.sharded
+        schedule = schedule.order if keeps_passes else without_sharding(schedule.order)
     size = devices, microbatches, slices
     average = None if costs is None else costs.on_average
-    scheduled, cut = _scheduled(schedule, size, average, make, **options)
+    scheduled, slice_count = _scheduled(schedule, size, average, make, **options)
     moved = offloaded(scheduled)
-    order = _in_mode(scheduled, cut, target_mode, costs)
+    order = _in_mode(scheduled, slice_count, target_mode, costs)
     by_costs = costs is not None and isinstance(schedule, str) and _plans_by_costs(schedule)
     if by_costs and target_mode.sharded and not moved:
         for_equal, _ = _scheduled(schedule, size, None, make, **options)
         if for_equal != scheduled:
             assert costs is not None
-            order = _shorter(order, _in_mode(for_equal, cut, target_mode, costs), costs)
+            order = _shorter(order, _in_mode(for_equal, slice_count, target_mode, costs), costs)
     if offload != "scheduled":
         return with_offload(order, costs, offload, host_memory)
     if not moved:
         return order
     room = _known(host_memory, costs)
-    if room is None and cut == 1 and scheduled.vocabulary is order.vocabulary:
+    if room is None and slice_count == 1 and scheduled.vocabulary is order.vocabulary:
         return scheduled
     return plan_offload(order, costs, only=moved, host_limit=room).order
 
 
-def _in_mode(scheduled: Order, cut: int, mode: VocabularyMode, costs: Costs | None) -> Order:
-    """An order in a vocabulary mode, its microbatches cut, without copies to the host."""
+def _in_mode(scheduled: Order, slice_count: int, mode: VocabularyMode, costs: Costs | None) -> Order:
+    """An order in a vocabulary mode, with its microbatches cut into slices, without copies to the host."""
     order = without_offload(scheduled)
-    if cut > 1:
-        order = add_slices(order, cut)
+    if slice_count > 1:
+        order = add_slices(order, slice_count)
     if order.vocabulary.sharded and order.vocabulary is not mode.of_rows():
         raise InputError(f"the order has the vocabulary passes of {order.vocabulary}, not those of mode {mode}")
     if order.vocabulary is mode.of_rows():
@@ -159,7 +159,7 @@ def _plans_by_costs(schedule: str) -> bool:
 
 
 def _shorter(order: Order, alternative: Order, costs: Costs) -> Order:
-    """The other order if its step is shorter, and no device holds more; else the first."""
+    """The alternative if its step is shorter and no device holds more activations, otherwise `order`."""
     held, alternative_held = (
         [peak_activations(candidate.passes(device)) for device in range(candidate.devices)]
         for candidate in (order, alternative)
@@ -177,14 +177,14 @@ def _scheduled(
     make: Callable[..., Order],
     **options: Any,
 ) -> tuple[Order, int]:
-    """The sound order of a schedule, and by how many slices its microbatches are still to be cut. size: devices,
-    microbatches, slices."""
+    """The sound order of a schedule, and the number of slices that its microbatches must still be cut into. size:
+    devices, microbatches, slices."""
     devices, microbatches, slices = size
     if slices is not None:
         check_count("slices", slices)
     is_given = isinstance(schedule, Order) or (isinstance(schedule, str) and schedule.endswith(".csv"))
-    cut = 1 if is_given or slices is None else slices
-    units = microbatches * cut
+    slice_count = 1 if is_given or slices is None else slices
+    units = microbatches * slice_count
     if isinstance(schedule, str):
         order = make(schedule, devices, units, costs=costs, **options)
     else:
@@ -199,11 +199,11 @@ def _scheduled(
         )
     if is_given and slices not in (None, order.slices):
         raise InputError(f"the order has sequences of {count(order.slices, 'slice')}, not {slices}")
-    return order, cut
+    return order, slice_count
 
 
 def with_offload(order: Order, costs: Costs | None, offload: str | float, host_memory: float | None = None) -> Order:
-    """`order` with activations on the host as in `plan_order`. Raises InputError for another `offload`."""
+    """`order` with activations on the host as in `plan_order`. Raises InputError for an invalid `offload`."""
     plan = partial(plan_offload, order, costs, host_limit=_known(host_memory, costs))
     match check_offload(offload):
         case "scheduled":
@@ -220,7 +220,7 @@ def with_offload(order: Order, costs: Costs | None, offload: str | float, host_m
 
 
 def _known(host_memory: float | None, costs: Costs | None) -> float | None:
-    """The limit of the host if the sizes of activations are known."""
+    """The memory limit of the host if the sizes of activations are known, otherwise None."""
     return None if costs is None or (costs.bytes is None and costs.memory is None) else host_memory
 
 
@@ -249,8 +249,8 @@ def plan_program(
 ) -> tuple[Order, Program]:
     """The order of a schedule in a vocabulary mode, and its checked program with communication.
 
-    A program that already has the vocabulary passes of the mode, and whose copies stay, is returned unchanged except
-    that communicators are shared as in `sharing`, one of `SHARING`. Arguments and errors as for `plan_order`.
+    A program that already has the vocabulary passes of the mode and keeps its copies is returned unchanged, except that
+    communicators are shared as in `sharing`, one of `SHARING`. Arguments and errors as for `plan_order`.
     """
     as_it_stands = isinstance(schedule, Program) and schedule.vocabulary is VocabularyMode.of(mode).of_rows()
     if isinstance(schedule, Program) and as_it_stands:

@@ -33,7 +33,7 @@ class Program(DeviceRows):
     def communicators(self) -> dict[str, tuple[int, ...]]:
         """The members of each communicator of the program, by name, in the order of first use by device.
 
-        The members of a communicator for several groups are all of these, ascending.
+        The members of a communicator for several groups are those of all groups, ascending.
         """
         groups: dict[str, set[tuple[int, ...]]] = {}
         for row in self.rows:
@@ -58,9 +58,9 @@ class Program(DeviceRows):
         return replace(self, rows=rows, sharing=sharing)
 
     def of_the_first(self, microbatches: int) -> Program:
-        """The program of so many microbatches, with all that is about them at its place; for one that evaluates.
+        """The part of an evaluation program that processes the first `microbatches` microbatches, in the same order.
 
-        It completes where the whole one does: forwards of one microbatch wait for nothing of another.
+        It completes if the full program does: forwards of one microbatch do not wait for another.
         """
         assert self.forward_only and 0 < microbatches <= self.microbatches
         rows = tuple(

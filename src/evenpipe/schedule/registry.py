@@ -22,12 +22,12 @@ LARGEST = 20_000_000
 
 
 def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None = None, **options: Any) -> Order:
-    """The order of a schedule by its name in `SCHEDULES`, or of a CSV file, whose name ends in .csv.
+    """The order of a schedule, given its name in `SCHEDULES` or a CSV file, whose name ends in .csv.
 
-    `costs` go to generators that use them. An option that is None keeps its default. `stages_per_device` is also
-    accepted for a schedule with a fixed number, if it is that number. Raises InputError for an unknown name or option,
-    if the schedule needs other numbers of devices, microbatches or stages, and if the file has another size or is not
-    sound.
+    `costs` are passed to generators that use them. An option that is None keeps its default. `stages_per_device` is
+    also accepted for a schedule with a fixed number of stages per device, if it equals that number. Raises InputError
+    for an unknown name or option, if the schedule needs other numbers of devices, microbatches or stages, and if the
+    file has a different size or is not sound.
     """
     for field, value in (("devices", devices), ("microbatches", microbatches)):
         check_count(field, value)
@@ -57,10 +57,10 @@ def generate(name: str, devices: int, microbatches: int, *, costs: Costs | None 
             options["costs"] = costs
         order = generator(devices, microbatches, **options)
     if stages_per_device is not None and order.placement.stages != stages_per_device * devices:
-        has = f"{count(order.placement.stages, 'stage')} on {count(devices, 'device')}"
+        actual = f"{count(order.placement.stages, 'stage')} on {count(devices, 'device')}"
         if order.placement.stages % devices == 0:
-            has = f"{count(order.placement.stages // devices, 'stage')} per device"
-        raise InputError(f"schedule '{name}' has {has}, not {stages_per_device}")
+            actual = f"{count(order.placement.stages // devices, 'stage')} per device"
+        raise InputError(f"schedule '{name}' has {actual}, not {stages_per_device}")
     return order
 
 

@@ -1,7 +1,7 @@
-"""Infer when a device knows that a peer has received its transfers: from what it receives itself.
+"""Infer when a device knows that a peer has received its transfers, from the transfers that it receives.
 
-A device that has received a transfer knows that the sender had reached the position where it issued it, so all passes
-before that position in the sender's row had their inputs. If this device had sent those inputs, it can free their
+A device that has received a transfer knows that the sender reached the position where it issued the transfer, so all
+passes before that position in the sender's row had their inputs. If this device sent those inputs, it can free their
 memory without waiting:
 
     device 0    0F0  0SEND_F0  ...  1RECV_B0  ...  0B0      0B0 has its gradient: 1F0 ran, 0SEND_F0 has arrived
@@ -24,7 +24,7 @@ def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
     """Return, by position in the row of `device`, the sent transfers that are known to have arrived once the pass there
     has everything that it waits for. `program` must be sound.
 
-    Sent transfers are hops, and contributions to collectives whose result this device does not wait for itself.
+    Sent transfers are hops, and contributions to collectives whose result this device does not wait for.
     """
     numbered = _numbered(program)
     row, rules = program.rows[device], numbered.rules
@@ -32,8 +32,10 @@ def releases(program: Program, device: int) -> dict[int, tuple[Transfer, ...]]:
     uses = {route.number: _uses(numbered, route, device) for route in rules.routes if device in route.members}
     reached = [-1] * program.devices  # position that another device is known to have reached
     sent: list[int] = []
-    unused: dict[int, int] = {}  # by sent transfer, others that are not known to have used it
-    in_flight: list[list[tuple[int, int]]] = [[] for _ in reached]  # by device, heaps of positions of uses, and places
+    unused: dict[int, int] = {}  # by sent transfer, number of receivers not known to have used it
+    in_flight: list[list[tuple[int, int]]] = [
+        [] for _ in reached
+    ]  # by device, heaps of (position of use, index in `sent`)
     released: dict[int, tuple[Transfer, ...]] = {}
     for n in numbered.rows[device]:
         if numbered.is_transfer(n):
@@ -66,15 +68,15 @@ def _devices_except(groups: tuple[PassGroup, ...], device: int) -> list[int]:
 
 
 def _uses(numbered: Numbered, route: Route, device: int) -> dict[int, int]:
-    """The other devices that use what `device` sends on a route, each with the first number of its passes that do;
-    empty if it sends nothing."""
+    """The other devices that use the data that `device` sends on a route, each with the first number of the passes that
+    use it; empty if it sends nothing."""
     if not _sends(route, device):
         return {}
     return {group.device: numbered.groups[group] for group in route.consumers if group.device != device}
 
 
 _last: tuple[Program, Numbered] | None = None
-"""Callers ask for the devices of one program one after the other."""
+"""The last program: callers query the devices of one program in succession."""
 
 
 def _numbered(program: Program) -> Numbered:
@@ -85,7 +87,7 @@ def _numbered(program: Program) -> Numbered:
 
 
 def _sends(route: Route, device: int) -> bool:
-    """Whether the device sends data and waits for none."""
+    """Whether the device sends data on this route and receives none."""
     if route.is_hop:
         return device == route.members[0]
     if route.kind in {TransferKind.X, TransferKind.ROW_GRADIENTS}:

@@ -1,17 +1,17 @@
-"""The rulebook: what every kind of pass needs, makes, keeps and frees. No other module says it.
+"""The rules: what every kind of pass needs, produces, keeps and frees. They are defined only here.
 
-Three tables do, and all else follows from them:
+Everything follows from three tables:
 
-    NEEDS     what a pass needs of its own stage (or shard) and device
-    flows     what passes of one stage or device make for those of another
+    NEEDS     what a pass needs from its own stage (or shard) on its own device
+    flows     what passes of one stage or device produce for passes of another
     KEEPS     what a pass leaves on its device for later passes, and what it frees
 
-I stands for B where a backward is split into I and W: others need the gradient of the input, whichever pass makes it.
-So a group of passes and a need name the role B, and never I.
+I takes the role of B if a backward is split into I and W: other stages need the gradient of the input, whichever pass
+computes it. So pass groups and needs always name the role B, never I.
 
-What crosses devices is a `Route`, with one transfer per unit (a slice of a microbatch). All passes of one kind and
-stage on one device, a `PassGroup`, have the same `Rule`, whatever their unit. Sources: arXiv 2411.05288, sections 4
-and 5 (vocabulary passes) and appendix C (embedding); 2405.15362 (I and W); 2406.03488 (slices).
+A flow between devices is a `Route`, with one transfer per unit (a slice of a microbatch). All passes of one kind and
+stage on one device, a `PassGroup`, have the same `Rule`, regardless of their unit. Sources: arXiv 2411.05288, sections
+4 and 5 (vocabulary passes) and appendix C (embedding); 2405.15362 (I and W); 2406.03488 (slices).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 PER_PAIR, PER_KIND, ONE = SHARING = ("per-pair", "per-kind", "one")
 """How transfers share communicators:
 
-    per-pair    one for each ordered pair of devices and direction (F:0>1), one for each collective; both of the rows
-                share one
+    per-pair    one for each ordered pair of devices and direction (F:0>1), one for each collective; ROWS and
+                ROW_GRADIENTS share one
     per-kind    one for all hops forward (F), one for all hops back (B), one for small collectives (SMALL: statistics),
                 one for large ones (LARGE: X, DX and rows)
     one         one for everything (ALL)
@@ -41,7 +41,7 @@ PER_PAIR, PER_KIND, ONE = SHARING = ("per-pair", "per-kind", "one")
 Each communicator costs memory (with NCCL 0.5 to 0.7 GB on a GPU), and its transfers wait for each other.
 """
 SMALL, LARGE = "SMALL", "LARGE"
-"""Names of the communicators of collectives that are shared per kind."""
+"""Names of the communicators of collectives if sharing is per kind."""
 
 NEEDS: Mapping[Kind, tuple[tuple[Kind, int], ...]] = {
     Kind.F: ((Kind.F, -1),),
@@ -54,14 +54,14 @@ NEEDS: Mapping[Kind, tuple[tuple[Kind, int], ...]] = {
     Kind.C: ((Kind.S, 0),),
     Kind.T: ((Kind.C, 0),),
 }
-"""Kinds of the same stage, device and microbatch that must have run, each in the slice so many further on.
+"""Kinds of the same stage, device and microbatch that must have run, each with an offset to its slice.
 
-Attention looks at the keys of earlier slices, so forwards run in the order of slices; gradients of those keys are
-complete when the later slices have gone back, so backwards run in the reverse order. T needs S where it combines.
+Attention uses the keys of earlier slices, so forwards run in the order of slices. Gradients of those keys are complete
+when the backwards of later slices have run, so backwards run in reverse order. T needs S if it combines the statistics.
 """
 
 IF_PRESENT = frozenset({Kind.R, Kind.L})
-"""Kinds that are needed only for units of which the device has them."""
+"""Kinds that are needed only for units for which the device has them."""
 
 
 class Kept(StrEnum):
@@ -86,12 +86,12 @@ KEEPS: Mapping[Kind, Mapping[Kept, int]] = {
     Kind.S: {Kept.PROBABILITIES: +1},
     Kind.T: {Kept.PROBABILITIES: -1},
 }
-"""+1 for what a kind leaves on its device, -1 for what it frees. O only starts a copy, and R makes again what F did not
-keep. A whole output layer is part of the last stage's F, and of its B, or I and W."""
+"""+1 for what a kind leaves on its device, -1 for what it frees. O only starts a copy, and R recomputes what F did not
+keep. An unsharded output layer is part of the last stage's F, and of its B, or I and W."""
 
 
 def changes(of: Collection[Kept]) -> dict[Kind, int]:
-    """By how much each kind of pass changes the number of these on its device, without kinds that do not."""
+    """By how much each kind of pass changes the number of these on its device. Kinds without a change are absent."""
     sums = {kind: sum(by for category, by in change.items() if category in of) for kind, change in KEEPS.items()}
     return {kind: by for kind, by in sums.items() if by}
 
@@ -111,7 +111,7 @@ class PassGroup(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """Data that each of `producers` makes and each of `consumers` needs. Hops are named by their sending end."""
+    """Data that each of `producers` produces and each of `consumers` needs. Hops are named by their sending end."""
 
     kind: TransferKind
     producers: tuple[PassGroup, ...]
@@ -158,7 +158,7 @@ def flows(placement: Placement, mode: VocabularyMode, *, forward_only: bool = Fa
 
 
 End = tuple[TransferKind, int | None, int | None]
-"""How one member of a transfer calls it: kind, stage, and the stage at the other end of a hop if there are several."""
+"""How a member names a transfer: kind, stage, and the stage at the other end of a hop if there are several."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,7 +166,7 @@ class Route:
     """A flow between devices: a transfer without its unit. `number` counts the routes of a placement.
 
     The data is ready when every producer has run. Every member issues the transfer before its own consumer, which waits
-    for it, except on the device of a sole producer, which has the data already.
+    for it, except on the device of a sole producer, which already has the data.
     """
 
     number: int
@@ -176,7 +176,7 @@ class Route:
     members: tuple[int, ...]
     """(source, destination) of a hop, else all devices, ascending."""
     ends: tuple[End, End]
-    """At the source of a hop and at its destination; twice the same for a collective."""
+    """At the source of a hop and at its destination; the same twice for a collective."""
 
     @property
     def is_hop(self) -> bool:
@@ -202,7 +202,7 @@ class Route:
         return TransferKind.ROWS.value if self.kind is TransferKind.ROW_GRADIENTS else self.kind.value
 
     def end(self, device: int) -> End:
-        """How `device` calls its transfers."""
+        """How `device` names its transfers."""
         return self.ends[device != self.members[0]]
 
     def transfer(self, device: int, microbatch: int, slice_: int = 0, sharing: str = PER_PAIR) -> Transfer:
@@ -212,7 +212,7 @@ class Route:
 
 
 class Need(NamedTuple):
-    """Passes of the same device that must have run: kind (B for I), stage, and how many slices further on."""
+    """Passes of the same device that must have run: kind (B for I), stage, and the offset to their slice."""
 
     kind: Kind
     stage: int | None
@@ -220,22 +220,22 @@ class Need(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What the passes of one group need and make, the same for every unit."""
+    """What the passes of one group need and produce, the same for every unit."""
 
     needs: tuple[Need, ...] = ()
-    """Passes of the same device. Those of `IF_PRESENT`, and those of slices that do not exist, may be missing."""
+    """Passes of the same device. Kinds in `IF_PRESENT`, and slices that do not exist, may be missing."""
     uses: tuple[Route, ...] = ()
     """Routes whose transfer the device must have issued, because these passes consume the data."""
     waits: tuple[Route, ...] = ()
-    """Routes among them whose transfer must have completed: those with a producer on another device."""
+    """The routes in `uses` whose transfer must have completed: routes with a producer on another device."""
     feeds: tuple[Route, ...] = ()
-    """Routes whose transfer becomes ready with these passes (and with the other producers, if there are several)."""
+    """Routes whose transfer becomes ready when these passes (and any other producers) have run."""
 
 
 class Rules:
     """The routes of one placement in one mode, and the rule of every group of passes.
 
-    On one device there are no routes, and all needs are of the row.
+    A single device has no routes: all needs are within its row.
     """
 
     def __init__(self, placement: Placement, mode: VocabularyMode, *, forward_only: bool = False) -> None:
@@ -265,7 +265,7 @@ class Rules:
 
     @classmethod
     def of(cls, schedule: DeviceRows) -> Rules:
-        """The rules of an order or program. The placement keeps them, since they never change."""
+        """The rules of an order or program. The placement caches them, since they never change."""
         cache, key = schedule.placement.cache, (Rules, schedule.vocabulary, schedule.forward_only)
         if key not in cache:
             cache[key] = cls(schedule.placement, schedule.vocabulary, forward_only=schedule.forward_only)
@@ -293,12 +293,12 @@ class Rules:
         return self._made(group) if rule is None else rule
 
     def of_pass(self, device: int, kind: Kind, stage: int | None) -> Rule:
-        """The rule of a kind of pass and stage on a device; an empty one if it does not belong there."""
+        """The rule of a kind of pass and stage on a device; an empty rule if it does not belong there."""
         group = self.group(device, kind, stage)
         return Rule() if group is None else self.rule(group)
 
     def route(self, device: int, transfer: Transfer) -> Route | None:
-        """The route of a transfer that `device` issues, by its end there, or None."""
+        """The route of a transfer that `device` issues, found by its end on that device, or None."""
         return self._route_of.get((device, transfer.kind, transfer.stage, transfer.peer))
 
     def _made(self, group: PassGroup) -> Rule:

@@ -1,14 +1,16 @@
-"""Which parameters a pass uses, where replicas share them: the parts of a device that are gathered and summed at once.
+"""Which parameters each pass uses, if replicas shard them. A *part* is a group of parameters that a device gathers and
+reduces together.
 
-A part is a stage; the rows of the embedding (E); or the rows of the output layer (S), which are one part with the
-embedding's if both are one matrix on this device:
+A part is a stage, the rows of the embedding (E), or the rows of the output layer (S). If the embedding and the output
+layer are one matrix on this device, S covers both:
 
-    stage s   F, B, I, W and R of that stage. Whole vocabulary layers belong to the first and the last stage
-    E         E, G
-    S         S, C, T; with a shared matrix also E and G, or all passes of the first and the last stage if it is whole
+    stage s   used by F, B, I, W and R of that stage. Unsharded vocabulary layers belong to the first and last stages
+    E         used by E and G
+    S         used by S, C and T; if the matrix is shared, also by E and G, or, if it is unsharded, by all passes of the
+              first and last stages
 
-Gathering and summing begin with an item of the row (`UNSHARD`, `REDUCE_GRAD`) and go on beside other passes. The first
-pass that uses a gathered part waits for it; the end of the step waits for the sums.
+Gathering and reducing start with an item of the row (`UNSHARD`, `REDUCE_GRAD`) and overlap with other passes. The first
+pass that uses a gathered part waits for it; the end of the step waits for the reductions.
 """
 
 from __future__ import annotations
@@ -48,12 +50,12 @@ _USING = (STAGE_KINDS - OFFLOAD_KINDS) | VOCABULARY_KINDS
 
 
 def sharding_pass(kind: Kind, group: Part) -> Pass:
-    """The pass that gathers (`Kind.UNSHARD`), frees (`RESHARD`) or sums (`REDUCE_GRAD`) a part."""
+    """The pass that gathers (`Kind.UNSHARD`), frees (`RESHARD`) or reduces (`REDUCE_GRAD`) a part."""
     return Pass(_OF_VOCABULARY[kind][group]) if isinstance(group, Kind) else Pass(kind, group)
 
 
 def part_of(item: Pass) -> Part:
-    """The part that a pass of `SHARDING_KINDS` is about."""
+    """The part that a pass of `SHARDING_KINDS` gathers, frees or reduces."""
     if item.stage is not None:
         return item.stage
     return _PART[item.kind]
@@ -63,7 +65,7 @@ class ParameterUse:
     """The passes of a device that use each part.
 
     Args:
-        parts: the parts of the vocabulary layers that the device has.
+        groups: the parts of the vocabulary layers that the device has.
 
     Attributes:
         matrices: as `parts_of_matrices`.
@@ -78,7 +80,7 @@ class ParameterUse:
 
     @classmethod
     def of_row(cls, placement: Placement, mode: VocabularyMode, row: Iterable[Item | None]) -> ParameterUse:
-        """The users in a row: it tells which parts there are."""
+        """The users in a row. The parts are those that its sharding passes name."""
         kinds = {item.kind for item in row if item is not None}
         groups = {group for kind, group in _PART.items() if kind in kinds}
         return cls(placement, mode, groups | {Kind.S} if mode.sharded else groups)
@@ -101,9 +103,9 @@ class ParameterUse:
 
 
 def parts_of_matrices(placement: Placement, mode: VocabularyMode, *, one_matrix: bool) -> tuple[Part, Part]:
-    """The parts that the rows of the embedding and of the output layer belong to, where a device has them.
+    """The parts that the embedding rows and the output layer rows belong to, on a device that has them.
 
-    one_matrix: both are the same rows of one matrix there.
+    one_matrix: whether both are the same rows of one matrix on this device.
     """
     if one_matrix:
         return Kind.S, Kind.S
@@ -122,8 +124,8 @@ def parts_of_device(placement: Placement, mode: VocabularyMode, device: int, *, 
 
 
 def check_sharding(placement: Placement, mode: VocabularyMode, rows: Rows) -> Iterator[Fault]:
-    """The faults of sharding passes: a part is used where it is not gathered, gathered twice, freed without
-    being there, or summed before its last gradient, twice, or not at all while others are."""
+    """The faults of sharding passes: a part is used while it is not gathered, is gathered twice, is freed while it
+    is not gathered, or is reduced before its last gradient, twice, or not at all although others are."""
     sums = any(item is not None and item.kind in REDUCING_KINDS for row in rows for item in row)
     for device, row in enumerate(rows):
         if not sums and not any(item is not None and item.kind in SHARDING_KINDS for item in row):
@@ -137,11 +139,11 @@ def check_sharding(placement: Placement, mode: VocabularyMode, rows: Rows) -> It
 
 
 class RowSharding:
-    """What has become of the parts of a device at a position of its row.
+    """The state of the parts of a device at a position of its row.
 
-    used: parts that passes so far have used.
-    awaited: parts that are being gathered, and that nothing has used yet.
-    summed: parts whose gradients are summed, and where.
+    used: parts that earlier passes have used.
+    awaited: parts that are being gathered and have not been used yet.
+    summed: parts whose gradients have been reduced, and the position where.
     """
 
     def __init__(self, placement: Placement, mode: VocabularyMode, row: Sequence[Item | None]) -> None:
@@ -153,11 +155,11 @@ class RowSharding:
         self.summed: dict[Part, int] = {}
 
     def awaits(self, item: Pass) -> tuple[Part, ...]:
-        """The parts that the next pass has to wait for."""
+        """The parts that the next pass must wait for."""
         return tuple(group for group in self._users.parts(item) if group in self.awaited)
 
     def take(self, item: Pass, position: int) -> list[str]:
-        """Go on behind the next pass; return what is wrong with it."""
+        """Advance past the next pass; return its faults."""
         groups = self._users.parts(item)
         self.used.update(groups)
         self.awaited.difference_update(groups)
@@ -195,4 +197,4 @@ def _is_sharding(item: Item | None) -> TypeGuard[Pass]:
 
 
 ADDING_KINDS = frozenset({Kind.B, Kind.I, Kind.W, Kind.T, Kind.G})
-"""Kinds that add to gradients of parameters. I of a stage counts: layers that cannot be split add theirs there."""
+"""Kinds that add to gradients of parameters. I is included: layers whose backward cannot be split add theirs there."""

@@ -1,4 +1,4 @@
-"""Costs that are simpler than given ones, by which orders are arranged, too: these keep the pattern of an order."""
+"""Simplified costs, also used to arrange orders, because they preserve the pattern of an order."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .passes import Kind
 from .placement import Placement
 
 EQUAL = 1e-6
-"""F, I and W that differ by no more, relative to their mean on the longest stage, are equal."""
+"""F, I and W count as equal if they differ by no more than this, relative to their mean on the longest stage."""
 
 FINE, COARSE = 10**6, 5
-"""Parts of a mean pass, for times by which orders are arranged: fine ones only leave out what may differ between two
-machines that compute them; with coarse ones, passes that end at nearly the same time end at the same time."""
+"""Quantization steps per mean pass, for times used to arrange orders. FINE only removes differences between machines
+that compute the times; with COARSE, passes that end at nearly the same time end at the same time."""
 
 
 def quantized_costs(costs: Costs, placement: Placement, parts: int = FINE) -> Costs:
-    """Times of passes and transfers as whole numbers, of which a mean pass of a stage takes `parts`."""
+    """Times of passes and transfers, rounded to whole units of 1 / `parts` of a stage's mean pass."""
     times = costs.stage_times(placement)
     split = [time for kind in (Kind.F, Kind.I, Kind.W) for time in times[kind] or ()]
     unit = sum(split) / len(split) / parts
@@ -38,8 +38,8 @@ def quantized_costs(costs: Costs, placement: Placement, parts: int = FINE) -> Co
 
 
 def simplified_costs(costs: Costs, placement: Placement) -> tuple[Costs, Costs] | None:
-    """Costs with equal F, I and W of each stage and transfers without time, and coarse ones; None if F, I and W
-    are equal already. Those of slices are the same for all of them."""
+    """Costs with equal F, I and W per stage and no transfer times, and coarsely quantized costs; None if F, I and W
+    are already equal. Both use the mean over slices."""
     costs = costs.on_average
     times = costs.stage_times(placement)
     forward, inputs, weights = times[Kind.F], times[Kind.I], times[Kind.W]

@@ -1,4 +1,4 @@
-"""Costs of single slices of a sequence, and the one `Costs` with their mean times and factors."""
+"""Costs of single slices of a sequence, and the combined `Costs` with their mean times and factors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .costs import LAYERS, Costs
 
 
 def each_slice(costs: Costs) -> tuple[Costs, ...]:
-    """The costs of each slice that `costs` have factors for; of one, without factors."""
+    """The costs of each slice that `costs` have factors for; a single slice if there are no factors."""
     return costs.by_slice(len(next(iter(costs.slices.values()), (1,))))
 
 
 def of_slices(each: Sequence[Costs], tokens: Sequence[float] = ()) -> Costs:
-    """Costs whose slices have the times of `each` for layers, and for everything else its mean times `tokens`.
+    """Costs whose slices have the times of `each` for layers, and for everything else the mean scaled by `tokens`.
 
-    tokens: of each slice, in any unit; by default as many in each.
+    tokens: number of tokens of each slice, in any unit; equal by default.
 
     All of `each` have times for the same kinds of pass, as numbers or lists of equal length.
     """
@@ -55,7 +55,7 @@ _OTHERS = ("O", "L", "bytes", "S", "C", "T", "E", "G", "p2p", "collectives", "te
 
 
 def _mean(values: Sequence[Cost]) -> Cost:
-    """The mean of numbers, or of lists number by number."""
+    """The mean of numbers, or the elementwise mean of lists."""
     if isinstance(values[0], tuple):
         return tuple(fsum(row) / len(values) for row in zip(*values, strict=True))  # type: ignore[arg-type]
     return fsum(values) / len(values)  # type: ignore[arg-type]

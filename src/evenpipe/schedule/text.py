@@ -1,7 +1,8 @@
-"""Rows of passes and transfers as CSV, and what follows from them: placement, microbatches, slices, vocabulary passes.
+"""Rows of passes and transfers as CSV, and the properties inferred from them: placement, microbatches, slices and
+vocabulary passes.
 
 One line per device, one cell per pass; an empty cell is an idle slot. Cells contain neither the placement nor the
-vocabulary mode, but both follow from them.
+vocabulary mode, but both can be inferred.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def rows_to_csv(rows: Iterable[Sequence[Item | None]]) -> str:
 
 
 def rows_from_csv(text: str) -> tuple[tuple[Item | None, ...], ...]:
-    """The cells of a file. Raises InputError naming row and column, both from 1, of a cell that is no word."""
+    """The cells of a file. Raises InputError naming row and column, both from 1, of an invalid cell."""
     lines = text.removeprefix("\ufeff").splitlines()
     if not any(map(_has_cells, lines)):
         raise InputError("the file is empty; a schedule has one line per device, such as 0F0,0B0")
@@ -54,12 +55,12 @@ def _cells(line: str, row: int) -> Iterator[Item | None]:
 
 
 def infer(rows: Rows, placement: Placement | None, edges: Sequence[Edge], known: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an order besides its rows: those that are None from the rows. edges: of an unknown
-    placement.
+    """The fields of an order besides its rows; fields that are None are inferred from the rows. edges: used if
+    the placement is inferred.
 
     A stage belongs to the device that runs most of its passes, so that one misplaced pass is a fault that the checker
-    names, not another placement. Raises InputError if a stage below the highest never runs, or a microbatch or slice
-    has a number that is too large for the rows.
+    reports, not a different placement. Raises InputError if a stage below the highest never runs, or if the number of a
+    microbatch or slice is too large for the rows.
     """
     passes = [(device, item) for device, row in enumerate(rows) for item in parts_in(row)]
     kinds = {item.kind for _, item in passes}
@@ -112,7 +113,7 @@ def _microbatches(passes: list[tuple[int, Pass]], slices: int) -> int:
 
 
 def _refuse_high(noun: str, highest: int, units: int, passes: int) -> None:
-    """Raise InputError if so many units would have more forwards than there are passes."""
+    """Raise InputError if `units` units would need more forwards than there are passes."""
     if units > max(1, passes):
         leaves = f"{count(passes, 'pass')} {'leaves' if passes == 1 else 'leave'}"
         raise InputError(f"{noun} {highest} appears, but {leaves} no room for all before it")

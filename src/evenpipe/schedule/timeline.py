@@ -59,14 +59,14 @@ class Timeline:
     """Events of each device, in the order in which it ran them, in any one unit of time.
 
     stage_bytes: bytes that one forward of each stage stores until its backward, if known; for `peak_bytes`.
-    beside: per device, what ran beside its compute, by start: transfers, copies to and from the host, collectives over
-        replicas.
+    beside: per device, events concurrent with its compute, by start: transfers, copies to and from the host,
+        collectives over replicas.
     memory: per device, memory as a step function, (time, bytes from then on); None if bytes are not known.
     on_device: likewise the stage activations on the device, if some move to the host; else None.
     placement: of the stages, if known.
-    exchange: of each kind of pass, the time in which tensor ranks of the device only exchange rows, per stage or per
-        device; empty if there are none.
-    token_factors: of each slice of a sequence, on `stage_bytes` and `exchange`; empty if all are 1.
+    exchange: for each kind of pass, the time in which tensor ranks of the device only exchange rows, per stage or per
+        device; empty if there is none.
+    token_factors: for each slice of a sequence, the factor on `stage_bytes` and `exchange`; empty if all are 1.
     limit: the most that each device may hold, if there is a limit: bytes if `memory` is known, else stage activations.
     """
 
@@ -113,7 +113,7 @@ class Timeline:
 
     @cached_property
     def _steps(self) -> tuple[tuple[Event, ...], ...]:
-        """Per device, its compute, and the collectives over replicas beside it: the step is over when they are."""
+        """Per device, its compute and concurrent collectives over replicas: the step ends when both have ended."""
         return tuple(
             (*row, *(event for event in concurrent if event.item.kind in SHARDING_KINDS))
             for row, concurrent in zip_longest(self.events, self.beside, fillvalue=())
@@ -154,7 +154,7 @@ class Timeline:
 
     @property
     def mean_busy(self) -> float:
-        """The share of the makespan that devices compute, on average; 0 if nothing takes time."""
+        """The mean share of the makespan in which devices compute; 0 if nothing takes time."""
         device_time = self.devices * self.makespan
         return sum(self.busy) / device_time if device_time else 0.0
 

@@ -1,4 +1,4 @@
-"""The event model: an order and costs in, a timeline out.
+"""The event model: compute the timeline of an order from costs.
 
 Each device runs its row in order. A pass starts when its device is free, every pass that it needs has ended and every
 transfer that it needs has completed; a transfer completes `Costs.transfer_time` after its last producer ended.
@@ -19,8 +19,8 @@ from .walk import Completion, Walked, walk
 def time_order(order: Order, costs: Costs) -> Timeline:
     """Run `order` in the event model.
 
-    Raises DeadlockError if it cannot complete, InputError for passes that belong in no row of it, and if `costs` lack a
-    kind or have lists of the wrong length.
+    Raises DeadlockError if it cannot complete, and InputError for misplaced passes, or if `costs` lack a kind or have
+    lists of the wrong length.
     """
     walked = timed(order, costs)
     rows = [
@@ -49,7 +49,7 @@ def timed(order: Order, costs: Costs) -> Walked:
 
 
 def completed(walked: Walked) -> Walked:
-    """The same walk. Raises DeadlockError if it has stopped."""
+    """Return `walked`. Raises DeadlockError if it is incomplete."""
     if walked.stopped:
         raise DeadlockError(walked)
     return walked

@@ -1,7 +1,7 @@
 """A measured step: what each device did and waited for, on one clock, and the resulting timeline.
 
-Trace -> timeline()     events with causes, transfers beside them: the type that the simulator makes
-      -> gaps()         what a device did between its passes: it waited, or it was busy issuing transfers
+Trace -> timeline()     events with causes, and concurrent transfers: the type that the simulator returns
+      -> gaps()         what a device did between its passes: waiting, or issuing transfers
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAITED_SECONDS = 20e-6
 """A shorter wait means that the transfer was already complete: the query alone takes some microseconds."""
 
 END = "end"
-"""Stands for the wait after the last pass, until the last device is done."""
+"""Key of the wait after the last pass, until the last device is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PassTime:
 
     item: Pass
     start: float
-    """All inputs were there."""
+    """When all inputs were available."""
     end: float
     processor: float
     """Processor time of the main thread inside the pass; on a GPU the time to launch it."""
@@ -57,7 +57,7 @@ class TransferTime:
     item: Transfer
     issued: float
     returned: float
-    """The call that issues it lasted until here."""
+    """When the call that issues it returned."""
     complete: float | None
     """End of the first wait for it: the completion, or later if it had completed before. None: nobody waited."""
 
@@ -89,7 +89,7 @@ class Clock:
 @dataclass(frozen=True, slots=True)
 class Allocations:
     """Calls of torch's GPU memory allocator in a step. It caches freed memory, so after the first steps it should not
-    call the driver. With `backend:cudaMallocAsync` the driver caches, and torch counts no calls."""
+    call the driver. With `backend:cudaMallocAsync` the driver caches memory, and torch counts no calls."""
 
     requests: int
     """Allocations of tensors, nearly all of them from the cache."""
@@ -129,8 +129,8 @@ class DeviceTrace:
 class Gap:
     """What a device did between a pass and the next one, or before its first.
 
-    before, after: the passes; None at the ends. waited: seconds in waits, by transfer. busy: the rest of the gap, spent
-    issuing transfers.
+    previous, following: the passes around the gap; `previous` is None before the first pass. waited: the waits in the
+    gap. busy: the rest of the gap, spent issuing transfers.
     """
 
     previous: PassTime | None
@@ -194,7 +194,7 @@ class Trace:
         return tuple(rows)
 
     def gaps(self, device: int) -> Iterator[Gap]:
-        """The gap before each pass of a device. Waits inside a pass, of several run as one, are in none."""
+        """The gap before each pass of a device. Waits inside a joint pass belong to no gap."""
         row = self.devices[device]
         waits = iter(row.waits)
         wait = next(waits, None)
@@ -209,8 +209,8 @@ class Trace:
             previous = item
 
     def timeline(self) -> Timeline:
-        """Passes as they ran, and beside them copies and transfers. A transfer lasts from the moment when its
-        last member issued it until this device, or either end of a hop, found it complete."""
+        """Passes as they ran, with concurrent copies and transfers. A transfer lasts from the moment when its last
+        member issued it until this device, or either end of a hop, found it complete."""
         devices = range(len(self.devices))
         transfers = self._transfers()
         concurrent = ((*transfers[device], *self._copies(device)) for device in devices)
@@ -234,8 +234,8 @@ class Trace:
     def _transfers(self) -> list[list[Event]]:
         """The transfers of each device."""
         rules = Rules.of(self.program)
-        issued: dict[tuple[int, int], tuple[float, int]] = {}  # when its last member issued it, and that member
-        arrived: dict[tuple[int, int], float] = {}  # when either end of a hop found it complete: the sender asks late
+        issued: dict[tuple[int, int], tuple[float, int]] = {}  # when the last member issued it, and that member
+        arrived: dict[tuple[int, int], float] = {}  # when either end of a hop found it complete: the sender checks late
         keys: list[list[tuple[int, int]]] = [[] for _ in self.devices]
         for device, row in enumerate(self.devices):
             for transfer in row.transfers:
@@ -266,5 +266,5 @@ class Trace:
 
 
 def _device_cause(passes: Sequence[PassTime], position: int, device: int) -> Cause:
-    """The cause of what a device does at a place of its row."""
+    """The cause of what a device does at a position of its row: its previous pass, or the start."""
     return Cause("device", passes[position - 1].item, device) if position else Cause("start")

@@ -216,7 +216,7 @@ def trace_from_dict(values: Any) -> Trace:
 
 
 def _device(table: RankTable, program: Program, number: int, where: str) -> DeviceTrace:
-    """A rank of device `number`; messages call it `where`."""
+    """A rank of device `number`; error messages call it `where`."""
     passes = {str(item): item for item in program.rows[number] if isinstance(item, Pass)}
     transfers = {str(item): item for item in program.rows[number] if isinstance(item, Transfer)}
 
@@ -240,19 +240,19 @@ def _device(table: RankTable, program: Program, number: int, where: str) -> Devi
 
     pass_times, waits, sent, copies = [], [], [], []
     for index, (text, start, end, processor) in enumerate(table["passes"]):
-        at = f"{where}.passes[{index}]"
-        pass_times.append(PassTime(pass_of(text, at), *_ordered(at, start, end), processor))
+        entry_name = f"{where}.passes[{index}]"
+        pass_times.append(PassTime(pass_of(text, entry_name), *_ordered(entry_name, start, end), processor))
     for index, (text, needed_by, start, end) in enumerate(table["waits"]):
-        at = f"{where}.waits[{index}]"
-        user = None if needed_by == "" else pass_of(needed_by, at)
-        awaited = copy_of(text, at) if text in passes else transfer_of(text, at)
-        waits.append(WaitTime(awaited, user, *_ordered(at, start, end)))
+        entry_name = f"{where}.waits[{index}]"
+        user = None if needed_by == "" else pass_of(needed_by, entry_name)
+        awaited = copy_of(text, entry_name) if text in passes else transfer_of(text, entry_name)
+        waits.append(WaitTime(awaited, user, *_ordered(entry_name, start, end)))
     for index, (text, issued, returned, complete) in enumerate(table["transfers"]):
-        at = f"{where}.transfers[{index}]"
-        sent.append(TransferTime(transfer_of(text, at), *_ordered(at, issued, returned), complete))
+        entry_name = f"{where}.transfers[{index}]"
+        sent.append(TransferTime(transfer_of(text, entry_name), *_ordered(entry_name, issued, returned), complete))
     for index, (text, start, end) in enumerate(table.get("copies", [])):
-        at = f"{where}.copies[{index}]"
-        copies.append(CopyTime(copy_of(text, at), *_ordered(at, start, end)))
+        entry_name = f"{where}.copies[{index}]"
+        copies.append(CopyTime(copy_of(text, entry_name), *_ordered(entry_name, start, end)))
     if [entry.item for entry in pass_times] != list(passes.values()):
         raise InputError(f"{where}.passes are not the passes of devices[{number}].row in the same order")
     known = {entry.item for entry in sent}

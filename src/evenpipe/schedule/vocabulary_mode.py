@@ -36,9 +36,10 @@ class VocabularyMode(StrEnum):
         return cls(name)
 
     def of_rows(self, *, forward_only: bool = False) -> VocabularyMode:
-        """The mode that orders in this mode say they have: the simplest with the same passes and needs.
+        """The mode recorded in orders of this mode: the simplest mode with the same passes and needs.
 
-        How layers are split, and when passes run, are not needs; and an evaluation has no T that could combine.
+        The split of layers and the times of passes are not needs, and an evaluation has no T that could combine the
+        statistics.
         """
         if self.combining is None:
             return VocabularyMode.FIRST_LAST
@@ -46,8 +47,8 @@ class VocabularyMode(StrEnum):
 
     @property
     def combining(self) -> Kind | None:
-        """The kind of pass that combines the statistics of all shards in training, whose dX the backward of the last
-        stage takes; None where the vocabulary layers are whole."""
+        """The kind of pass that combines the statistics of all shards in training; the backward of the last stage takes
+        its dX. None if the vocabulary layers are not sharded."""
         return _COMBINING[self]
 
     @property
@@ -57,9 +58,9 @@ class VocabularyMode(StrEnum):
 
     @property
     def barriers(self) -> int:
-        """Vocabulary passes on all devices that one backward of the last stage waits for, one after the other.
+        """Number of successive vocabulary passes, on all devices, that a backward of the last stage waits for.
 
-        As many more activations of each stage are in flight.
+        Each stage has this many more activations in flight.
         """
         return _BARRIERS[self.combining]
 

@@ -1,14 +1,14 @@
-"""The one walk over a schedule: every device runs its row until it has to wait for another.
+"""Walk a schedule: every device runs its row until it has to wait for another.
 
-A pass starts when its device is free, and all passes and transfers that it needs are over. Models differ in when a
-transfer completes (`Completion`); the time that passes and transfers take is the same in all of them. The event model
-of an order has no transfers in its rows: they are ready when their producers have run. In a program every member issues
-a transfer and goes on, and libraries queue transfers differently: a program must complete under both models of queues.
+A pass starts when its device is free and all passes and transfers that it needs are complete. Models differ in when a
+transfer completes (`Completion`), but passes and transfers take the same time in all of them. In the event model of an
+order, rows contain no transfers: a transfer is ready when its producers have run. In a program, every member issues a
+transfer and continues. Libraries queue transfers differently, so a program must complete under both queue models.
 
-Processes that share the experts of their layers are copies of one device in several replicas: all walk its row, and
-exchange within F, B, I and R. Merge the copies of every pass and transfer into one. With one queue per communicator,
-what is left is the program itself. With one queue per device, an exchange follows everything that the device has issued
-before, and its pass stops until it is complete.
+Processes that share the experts of their layers are copies of one device in several replicas: all walk the same row,
+and exchange data within F, B, I and R. The walk merges the copies of each pass and transfer into one. With one queue
+per communicator, the result is the program itself. With one queue per device, an exchange is queued after everything
+that the device has issued before, and its pass blocks until the exchange completes.
 
 Every pass and every need is visited once, so the time is linear in their number.
 """
@@ -38,22 +38,23 @@ class Completion(Enum):
     DEVICE = "with one queue per device"
     """The same, where each device has a single queue: what NCCL may do."""
     MEETING = "when all members wait for it"
-    """Every member waits there until all others have come. A program that completes so has one list of all transfers of
-    which every row is a part, so it completes under all other models too, by induction along that list."""
+    """Every member waits until all others have reached the transfer. If a program completes under this model, all its
+    transfers have one total order that every row follows, so it completes under all other models too, by induction
+    along that order."""
 
 
 @dataclass(slots=True)
 class Walked:
-    """How far all devices came.
+    """How far each device got.
 
     Attributes:
-        rows: what they walked.
-        heads: per device, how many numbers of its row are over.
+        rows: the rows that were walked.
+        heads: per device, how many numbers of its row are complete.
         start, end: by number; a transfer starts when its data is ready.
         happened: numbers in an order compatible with all needs, also among simultaneous events: passes when they run,
-            transfers when they are ready. Parts of passes that run as one are not in it.
-        missing: by number, what still has to happen before it: 0 when it is over.
-        queues: per device, by queue, transfers that it has issued and that are not over.
+            transfers when they are ready. Parts of joint passes are not included.
+        missing: by number, how many events it still waits for: 0 when it is complete.
+        queues: per device and queue, the transfers that it has issued and that are not complete.
     """
 
     numbered: Numbered
@@ -69,12 +70,12 @@ class Walked:
 
     @property
     def stopped(self) -> dict[int, int]:
-        """By device, the number at which it waits forever."""
+        """By device, the number at which it is blocked forever."""
         rows = self.rows
-        return {device: rows[device][at] for device, at in enumerate(self.heads) if at < len(rows[device])}
+        return {device: rows[device][head] for device, head in enumerate(self.heads) if head < len(rows[device])}
 
     def sequence(self) -> dict[int, int]:
-        """By number of a pass or transfer, its place in `happened`; that of the whole for parts of a joint pass."""
+        """By number, the index of a pass or transfer in `happened`; parts of a joint pass have its index."""
         index_of = {n: index for index, n in enumerate(self.happened)}
         for n, entry in self.numbered.apart.items():
             if n in index_of:
@@ -82,7 +83,7 @@ class Walked:
         return index_of
 
     def awaited(self, n: int, device: int) -> list[int]:
-        """What a number still waits for."""
+        """The numbers that a number still waits for."""
         numbered = self.numbered
         needs = [n + step for step in numbered.needs[numbered.rule[n]]]
         awaited = [needed for needed in needs if self.missing[needed] > 0]
@@ -92,7 +93,7 @@ class Walked:
         return awaited
 
     def queue(self, route: Route) -> str:
-        """The name of the queue of the transfers of a route, among those of one device."""
+        """The name, on each device, of the queue for the transfers of a route."""
         return _queue(self.numbered, self.completion)(route)
 
 
@@ -105,11 +106,11 @@ def walk(
     tolerant: bool = False,
     experts: bool = False,
 ) -> Walked:
-    """Let every device run its row as far as it gets.
+    """Run the row of every device as far as possible.
 
-    takes: durations by number; None: nothing takes time. rows: of the devices, if not those of the schedule.
-    tolerant: what is in no row counts as over. experts: with queues, passes of `EXCHANGES` also wait for everything
-    that their device has issued before.
+    takes: durations by number; None: nothing takes time. rows: the rows to walk, if not those of the schedule.
+    tolerant: passes and transfers in no row count as complete. experts: with queues, passes of `EXCHANGES` also wait
+    for everything that their device has issued before.
     """
     rows = numbered.rows if rows is None else rows
     takes = [0.0] * numbered.size if takes is None else takes
@@ -129,7 +130,7 @@ def walk(
     exchanging = _exchanging(numbered) if experts else frozenset()
 
     def issue(device: int, transfer: int, clock: float) -> None:
-        """Let a device issue a transfer; the last member completes it, and then perhaps those queued after it."""
+        """Issue a transfer on a device. The last member completes it, and possibly transfers queued after it."""
         queue = queues[device].setdefault(names[(transfer + transfers) // units], deque())
         queue.append(transfer)
         start[transfer] = max(start[transfer], clock)
@@ -202,7 +203,7 @@ def walk(
 
 
 def _missing(numbered: Numbered, rows: Sequence[Sequence[int]], *, by_data: bool, tolerant: bool) -> list[int]:
-    """By number: 1 for a pass; for a transfer its producers, or the members that have it in their rows."""
+    """By number: 1 for a pass; for a transfer, the number of its producers, or of members with it in their rows."""
     absent = 0 if tolerant else 1
     missing = [absent if position < 0 else 1 for position in numbered.position]
     for group, first in numbered.groups.items():
@@ -234,7 +235,7 @@ def _queue(numbered: Numbered, completion: Completion) -> Callable[[Route], str]
 
 
 def _exchanging(numbered: Numbered) -> frozenset[int]:
-    """Numbers of passes in which devices exchange with copies of themselves."""
+    """Numbers of passes in which devices exchange data with their copies in other replicas."""
     kinds = [group.kind for group in numbered.groups]
     numbers = {n for row in numbered.rows for n in row if n >= 0 and kinds[n // numbered.units] in EXCHANGES}
     joint = (n for n, entry in numbered.apart.items() if any(p.kind in EXCHANGES for p in parts_of(entry.item)))
@@ -242,4 +243,4 @@ def _exchanging(numbered: Numbered) -> frozenset[int]:
 
 
 EMPTY: deque[int] = deque()
-"""The queue of a device that has issued nothing on it."""
+"""A queue on which a device has issued nothing."""

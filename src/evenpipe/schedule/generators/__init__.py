@@ -34,4 +34,4 @@ SCHEDULES: dict[str, Callable[..., Order]] = {
     "po-f": po_f,
     "dualpipe-v": dualpipe_v,
 }
-"""Generators by name. Each takes devices and microbatches, and keyword options as in its docstring."""
+"""Generators by name. Each takes devices and microbatches, and the keyword options described in its docstring."""

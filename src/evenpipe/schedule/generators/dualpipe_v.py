@@ -13,7 +13,7 @@ from evenpipe.schedule.passes import ROLE, Kind, Pass, parts_of
 from evenpipe.schedule.placement import Placement
 
 OUT, BACK = 0, 1
-"""The two stages of a device, by their place in `Placement.stages_of`."""
+"""The two stages of a device, by their index in `Placement.stages_of`."""
 
 
 def dualpipe_v(devices: int, microbatches: int, *, overlap: bool = True) -> Order:
@@ -35,7 +35,7 @@ def dualpipe_v(devices: int, microbatches: int, *, overlap: bool = True) -> Orde
 
 
 class _Row:
-    """The passes of one device; each kind takes the microbatches of its stage in turn."""
+    """The passes of one device; each kind runs the microbatches of its stage in order."""
 
     def __init__(self, stages: tuple[int, ...], overlap: bool) -> None:
         self.stages = stages

@@ -2,10 +2,10 @@
 
 A step consists of turns: in each turn a device runs at most one forward, then one input gradient and directly after it
 the weight gradient of the same pass, so that the previous device gets its gradient a third of a turn's work earlier
-than from a full backward. All devices have the same turns; in forwards each is one turn behind the previous device, in
-backwards one turn ahead.
+than from a full backward. All devices have the same turns: each is one turn behind the previous device in forwards, and
+one turn ahead in backwards.
 
-    turn of chunk c, place j in its group    spacing · c + j     spacing = group size, or a multiple of it when groups
+    turn of chunk c, index j in its group    spacing · c + j     spacing = group size, or a multiple of it when groups
                                                                  are smaller than half the devices
     lag of the backwards on device r         turn of the last chunk + devices - 1 - r
 
@@ -43,8 +43,8 @@ def gis(
 
         (d - 1) (F + I)  +  (v - 1) ((d - g) F + max(0, d I - g (I + W)))
 
-    for ceil(d / 2) <= g <= d and W <= F + I, as long as g (F + I + W) >= d max(F, I): with less equal times every group
-    adds to the bubble.
+    for ceil(d / 2) <= g <= d and W <= F + I, as long as g (F + I + W) >= d max(F, I); otherwise every group adds to the
+    bubble.
 
     Smaller groups are spaced out: with K = ceil(h / g), where h is ceil(d / 2), or with `costs` the smallest group
     without such a bubble, chunks follow each other K · g turns apart, and device r holds `K g (v - 1) + d - r + g
@@ -80,8 +80,9 @@ def gis_h(devices: int, microbatches: int, *, stages_per_device: int = 2, costs:
 def smallest_group(placement: Placement, costs: Costs | None) -> int:
     """The smallest group, from ceil(devices / 2) to devices, whose bubble does not grow with the microbatches.
 
-    The work of a group on the busiest device must last as long as one microbatch takes through a chunk, forwards or
-    backwards; otherwise the device waits for every group. Without `costs`, or if they lack F, I or W, stages are equal.
+    The work of a group on the busiest device must take at least as long as the forward or backward of one microbatch
+    through a chunk; otherwise the device waits for every group. Without `costs`, or if they lack F, I or W, all stages
+    count as equal.
     """
     devices = placement.devices
     half = ceil(devices / 2)
@@ -96,18 +97,18 @@ def smallest_group(placement: Placement, costs: Costs | None) -> int:
         sum(forward[stage] + inputs[stage] + weights[stage] for stage in placement.stages_of(device))
         for device in range(devices)
     )
-    way = max(
+    chunk_time = max(
         sum(kind[chunk * devices : (chunk + 1) * devices]) for kind in (forward, inputs) for chunk in range(chunks)
     )
-    way += devices * costs.transfer_time(TransferKind.SEND_F)
-    fitting = (group for group in range(half, devices) if group * work / chunks >= way * (1 - 1e-9))
+    chunk_time += devices * costs.transfer_time(TransferKind.SEND_F)
+    fitting = (group for group in range(half, devices) if group * work / chunks >= chunk_time * (1 - 1e-9))
     return next(fitting, devices)
 
 
 def _turns(chunks: int, microbatches: int, group: int, spread: int) -> tuple[Turns, Turns, int]:
     """The forwards of device 0 by turn, its backwards by turn without their lag, and the turn of the first
     forward of the last chunk."""
-    # Groups return after `group * chunks` turns; chunks that would share turns of that ring are shifted.
+    # The pattern repeats after `group * chunks` turns; chunks that would share turns are shifted.
     ring = chunks // gcd(chunks, spread)
     start = [group * (spread * chunk + chunk // ring) for chunk in range(chunks)]
     forwards, backwards = {}, {}

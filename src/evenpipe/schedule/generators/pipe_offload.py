@@ -2,8 +2,8 @@
 2503.01328, sections 4.3 and 4.4).
 
 Both are GIS in groups of one: a microbatch begins every 3v turns, so the share of an activation in the peak is
-proportional to the time that it is held, and the first chunks, which are forwarded first and return last, make up most
-of it. With M for the activations of the whole model, d devices and v stages per device, a device holds
+proportional to the time that it is held, and the first chunks, which run forward first and backward last, make up most
+of it. If M is the size of the activations of the whole model, with d devices and v stages per device, a device holds
 
     nothing on the host    (v + 1) / (2 v) M
     PO-H                   (v + 2) / (8 v) M       the first half of the chunks
@@ -32,8 +32,8 @@ def po_h(devices: int, microbatches: int, *, stages_per_device: int = 2, costs: 
 def po_f(devices: int, microbatches: int, *, stages_per_device: int = 2, costs: Costs | None = None) -> Order:
     """GIS in groups of one, with the activations of all stages on the host.
 
-    As `po_h`. If copies are as fast as compute, a device holds a handful of stage activations,
-    however many devices, stages and microbatches there are.
+    As `po_h`. If copies are as fast as compute, a device holds a handful of stage activations, regardless of the number
+    of devices, stages and microbatches.
     """
     return _offloading(devices, microbatches, stages_per_device, stages_per_device, costs)
 

@@ -37,11 +37,11 @@ class Step:
     """The passes that have run so far. Each kind runs in the order of microbatches; a pass starts as soon as it can.
 
     rows: the kinds that each device has run.
-    forwards, inputs, weights: the number of F, I and W that each has run.
-    clock: when each is free.
-    forward_input, backward_input: per device and microbatch, when the inputs of F and I are there, as far as known.
-    late: idle time of each device since its first pass, minus its slack against the device with the most work; latest:
-        the maximum. The span is `latest` plus the most work of a device.
+    forwards, inputs, weights: the number of F, I and W that each device has run.
+    clock: when each device is free.
+    forward_input, backward_input: per device and microbatch, when the inputs of F and I arrive, as far as known.
+    late: idle time of each device since its first pass, minus its slack relative to the device with the most work.
+    latest: the maximum of `late`. The span is `latest` plus the work of the device with the most work.
     """
 
     def __init__(self, problem: SplitProblem) -> None:
@@ -58,12 +58,12 @@ class Step:
 
     @property
     def score(self) -> tuple[int, int]:
-        """The values to minimise: the span beyond the most work of a device, then the makespan, rounded so that
-        rounding errors do not matter."""
+        """The values to minimise: the span minus the work of the busiest device, then the makespan, both rounded so
+        that rounding errors do not matter."""
         return round(self.latest / self.problem.tolerance), round(max(self.clock) / self.problem.tolerance)
 
     def next_forward_input(self, device: int) -> float:
-        """When the input of the next F is there; infinity if that is not known, or if no F is left."""
+        """When the input of the next F arrives; infinity if that is not known, or if no F is left."""
         return _next(self.forward_input[device], self.forwards[device])
 
     def next_backward_input(self, device: int) -> float:

@@ -1,8 +1,8 @@
 """V-schedules for any memory between V-Min and ZB-V: building blocks chosen by their memory (arXiv 2405.15362).
 
-The fewer slots a microbatch spends on each hop, the shorter a block lives. Hops before and after a switch device get
-different gaps, which gives blocks of every size; the gaps where a microbatch turns (on the last device, at the loss,
-and on the last device again) keep a block from colliding with its repetitions.
+The fewer slots a microbatch spends on each hop, the shorter the lifetime of a block. Hops before and after a switch
+device get different gaps, which gives blocks of every size; the gaps where a microbatch turns (on the last device, at
+the loss, and on the last device again) keep a block from colliding with its repetitions.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .v_shape_choice import Base, shortest
 from .v_shape_fixed import min_peak
 
 FAMILIES = (((5, 1), (1, 1)), ((5, 1), (2, 1)), ((1, 1), (2, 2)))
-"""Slots of a hop away from device 0 and of one towards it, before and after the switch. Found by search: with equal
-passes the first family alone is best, with other times any of them may be."""
+"""Slots of a hop away from device 0 and of a hop towards it, before and after the switch. Found by search: with equal
+passes the first family is always best, with other times any family may be."""
 TURNS = tuple(product((1, 2), range(1, 6), (1, 2, 7)))
-"""Slots of the three turns. A turn that waits one period longer stores one stage activation more, which gives odd
-peaks; the hops alone give even ones."""
+"""Slots of the three turns. A turn that waits one period longer stores one more stage activation, which gives odd
+peaks; hops alone give only even peaks."""
 
 
 def v_budget(

@@ -1,14 +1,14 @@
-"""The common part of V-schedules: the path of a microbatch there and back, in numbered steps.
+"""Shared code of V-schedules: the path of a microbatch through the stages and back, in numbered steps.
 
-Stages form a V, 0 1 2 3 3 2 1 0 for four devices. A microbatch takes one step after the other, forward through all
-2d stages, then back through them, so step s needs step s - 1 and nothing else:
+Stages form a V, 0 1 2 3 3 2 1 0 for four devices. A microbatch takes the steps in sequence, forward through all 2d
+stages, then back through them, so step s needs only step s - 1:
 
     device 0   0             7   8             15        steps 0 to 2d - 1       F of stage `step`
     device 1     1         6       9         14          steps 2d to 4d - 1      I of stage 4d - 1 - step
     device 2       2     5           10    13            steps 4d to 6d - 1      W of stage 6d - 1 - step
     device 3         3 4               11 12
 
-A weight gradient, which nothing waits for, has the step of its I plus 2d.
+The step of a weight gradient, which nothing waits for, is the step of its I plus 2d.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KINDS = (Kind.F, Kind.I, Kind.W)
 
 
 def device_of_step(devices: int, step: int) -> int:
-    """The device that takes a step."""
+    """The device that runs a step."""
     offset = step % (2 * devices)
     return min(offset, 2 * devices - 1 - offset)
 
@@ -75,7 +75,7 @@ class StepTimes:
 
 
 def spans_and_makespan(rows: Rows, times: StepTimes) -> tuple[list[float], float]:
-    """The span of each device and the makespan, when every move is made as early as possible."""
+    """The span of each device and the makespan if every move runs as early as possible."""
     devices = len(rows)
     chain, steps, hop = 4 * devices, times.steps, times.hop
     device_of = [device_of_step(devices, step) for step in range(6 * devices)]

@@ -1,17 +1,16 @@
 """V-schedules from building blocks (arXiv 2405.15362, section 3).
 
-A building block says in which slot one microbatch takes each of its steps; a slot is one pass long, and the block is
-repeated every six slots, which is the work of one microbatch on one device. The slots of a device differ modulo six, so
-repetitions never collide, and each W takes the next free slot. A device stores activations as long as the block lives
-there, so blocks with short lives need little memory.
+A building block gives the slot in which one microbatch takes each of its steps. A slot is one pass long, and the block
+is repeated every six slots, which is the work of one microbatch on one device. The slots of a device differ modulo six,
+so repetitions never collide, and each W takes the next free slot. A device stores activations for the lifetime of the
+block on it, so blocks with short lifetimes need little memory.
 
 Repeated blocks are idle at both ends, so passes are moved there:
 
 1. warm-up (until the first microbatch is back on device 0): each pass goes to the earliest slot where it is ready and
    that does not make the device store more than its limit;
 2. cool-down: each device runs the first pass of the block that is ready and fits into memory; W's fill the remaining
-  slots.
-   It begins on all devices after the last forward of stage 0, or on each device after its own last forward.
+   slots. It begins on all devices after the last forward of stage 0, or on each device after its last forward.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Slots = list[dict[int, Move]]
 
 
 def block_of_gaps(gaps: Sequence[int]) -> Block:
-    """The block whose steps follow each other by `gaps`, 4 * devices - 1 of them, each at least 1."""
+    """The block with the given gaps between consecutive steps: 4 * devices - 1 gaps, each at least 1."""
     slots = [0]
     for gap in gaps:
         slots.append(slots[-1] + gap)
@@ -50,14 +49,14 @@ def peaks(block: Block) -> tuple[int, ...]:
 
 
 def _peak(down: int, up: int, up_i: int, down_i: int) -> int:
-    """The most overlapping lives of F to W; `down` is the F of the first stage, `up` that of the second."""
+    """The most overlapping lifetimes from F to W; `down` is the F of the first stage, `up` that of the second."""
     occupied = {slot % PERIOD for slot in (down, up, up_i, down_i)}
 
     def following(slot: int, *used: int) -> int:
         return next(w for w in range(slot + 1, slot + PERIOD + 1) if w % PERIOD not in occupied and w not in used)
 
     up_w, down_w = following(up_i), following(down_i)
-    if (up_w - down_w) % PERIOD == 0:  # the older I goes first, the other waits for the second free slot
+    if (up_w - down_w) % PERIOD == 0:  # the W of the older I goes first, the other takes the second free slot
         if up_w - up_i >= down_w - down_i:
             down_w = following(down_w)
         else:
@@ -94,7 +93,7 @@ def squeezed(block: Block, microbatches: int, limits: Sequence[int], late: bool 
     """The rows of repeated `block`, with the passes at both ends moved, within `limits` stage activations per
     device.
 
-    With `late` a device cools down after its own last forward, otherwise all do after the last forward of stage 0.
+    With `late`, the cool-down of a device begins after its last forward, otherwise after the last forward of stage 0.
     """
     slots = repeat(block, microbatches)
     warm_up(slots, block[-1], limits)
@@ -138,8 +137,8 @@ def warm_up(rows: Slots, end: int, limits: Sequence[int]) -> None:
 
 
 def _first_with_room(row: dict[int, Move], ready: int, slot: int, room: int, devices: int) -> int:
-    """The earliest free slot for the forward in `slot` from which on the device stores no more than it may; it
-    has `room` for so many before that slot."""
+    """The earliest free slot for the forward in `slot` such that the device stays within its limit. Before `slot`
+    it has room for `room` more activations."""
     best = slot
     for earlier in range(slot - 1, ready - 1, -1):
         if room <= 0:

@@ -30,10 +30,10 @@ FINALISTS = 4
 class Rescheduling:
     """When weight gradients run.
 
-    patience: a W starts in a wait of at least this share of its own time.
+    patience: a W starts in a wait of at least this share of the time of W.
     share: each device may be idle in shorter waits for this share of the difference between its span and the longest
-        span, before it starts W's in them too; in further rounds, for this share of the remaining difference. None is
-        forever.
+        span, before it starts W's in them too; in further rounds, for this share of the remaining difference. None
+        means no limit.
     """
 
     patience: float = 1.0
@@ -57,16 +57,16 @@ _Candidate = tuple[tuple[float, float], Base, Rescheduling | None, Rows]
 """A candidate, with its span and its makespan."""
 
 LAYOUTS = (Rescheduling(0.5), Rescheduling(share=1.0, rounds=2))
-"""With ten of them, of 16 bases each, no step would be shorter by more than 0.5 %."""
+"""With ten layouts, of 16 bases each, no step would be shorter by more than 0.5 %."""
 
 
 def shortest(
     bases: Sequence[Base], microbatches: int, limits: Sequence[int], times: StepTimes, enough: float | None = None
 ) -> Rows:
-    """The rows with the shortest span, then the shortest makespan, of all bases and of the shortest ones rescheduled,
+    """The rows with the shortest span, then the shortest makespan, among all bases and the shortest bases rescheduled,
     within `limits`.
 
-    With `enough`, no base is rescheduled, and the first one with no more bubble than that ends the search. A first
+    With `enough`, no base is rescheduled, and the first base whose bubble is at most `enough` ends the search. A first
     comparison uses few microbatches; its winners and the first base are then compared with all microbatches.
     """
     few = min(microbatches, 3 * len(limits))
@@ -144,7 +144,7 @@ class _Plan:
         return self.rows
 
     def choose(self, device: int, now: float) -> Move | None:
-        """The next move of the device, if any; a W leaves `weights`, other moves stay in place."""
+        """The next move of the device, if any; a W is removed from `weights`, other moves stay in the queue."""
         weights, queue, head = self.weights[device], self.queue[device], self.head[device]
         following = queue[head] if head < len(queue) else None
         if following is None:
@@ -156,7 +156,7 @@ class _Plan:
         if not weights:
             return None
         if not full:
-            # Where its predecessor has not even started, the wait is at least as long as that takes.
+            # If its predecessor has not started, the wait is at least as long as the predecessor takes.
             gap = self.steps[following[0] - 1] if arrival is None else arrival - now
             if gap < self.patience * self.steps[weights[0][0]] and gap <= self.spare[device]:
                 self.idling[device] = True

@@ -1,4 +1,4 @@
-"""Schedules with whole backwards: forwards ahead, then one forward and one backward in turn, then other backwards.
+"""Schedules with full backwards: forwards ahead, then one forward and one backward in turn, then other backwards.
 
 1F1B                                      0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
                                           1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
@@ -89,7 +89,7 @@ class _Groups(NamedTuple):
 
 
 def _groups(devices: int, microbatches: int, group_size: int | None) -> _Groups:
-    """As few groups as `group_size` allows, or as many as leave no gaps."""
+    """The fewest groups that `group_size` allows, or by default the most groups without gaps."""
     if group_size is not None and group_size < devices:
         reason = "the number of devices: smaller groups do not keep all devices busy"
         raise refused("group_size", group_size, f"at least {devices}, {reason}")
@@ -97,13 +97,13 @@ def _groups(devices: int, microbatches: int, group_size: int | None) -> _Groups:
     small, larger = divmod(microbatches, count)
     if small >= devices or count == 1:
         return _Groups([small + 1] * larger + [small] * (count - larger), small + (larger > 0))
-    # Groups that leave gaps get slots for as many microbatches as devices; fuller groups come last, where they fill the
-    # end. That is the shortest arrangement in nearly all small cases.
+    # Groups that leave gaps get one slot per device; fuller groups come last, where they fill the end. This is the
+    # shortest arrangement in nearly all small cases.
     return _Groups([small] * (count - larger) + [small + 1] * larger, devices)
 
 
 def _order(placement: Placement, microbatches: int, groups: _Groups, ahead_of: Callable[[int], int]) -> Order:
-    """The order whose devices run so many forwards ahead, then one forward and one backward in turn."""
+    """The order whose devices run `ahead_of(device)` forwards ahead, then one forward and one backward in turn."""
     rows = []
     for device in range(placement.devices):
         stages = placement.stages_of(device)
@@ -121,8 +121,8 @@ def _one_way(kind: Kind, stages: Sequence[int], groups: _Groups) -> list[Pass | 
     """All forwards of a device, or all backwards, in turn; `stages` in the order in which each group visits
     them.
 
-    None marks the missing microbatches of a short group: the row equals one with full groups without these
-    microbatches, so it completes too.
+    None marks the missing microbatches of a short group: the row is one with full groups minus these microbatches, so
+    it completes too.
     """
     turns: list[Pass | None] = []
     start = 0

@@ -17,8 +17,8 @@ def zbv(devices: int, microbatches: int, *, costs: Costs | None = None) -> Order
 
     Any devices >= 1 and microbatches >= 1. Without `costs`, the order that the authors give: with equal passes F = I =
     W = 1 and microbatches >= 2 * devices - 1 the bubble is 0 and every device stores 2 * devices stage activations;
-    fewer microbatches leave a bubble. With `costs` (per stage, and with hops between devices) the shortest of that
-    order, of building blocks that store no more, and of both rescheduled for these times.
+    fewer microbatches leave a bubble. With `costs` (per stage, and with hops between devices), the shortest among that
+    order, building blocks that store no more, and both of these rescheduled for the given times.
     """
     if costs is None:
         return v_order(devices, microbatches, by_hand(devices, microbatches))
@@ -33,9 +33,9 @@ def by_hand(devices: int, microbatches: int) -> Rows:
 
 
 def _by_hand(devices: int, device: int, microbatches: int) -> list[Move]:
-    """One device's row: that of at least 2 * devices - 1 microbatches, without the extra ones.
+    """One device's row: the row for at least 2 * devices - 1 microbatches, without the extra microbatches.
 
-    `down` is the stage away from device 0, `up` the one back to it.
+    `down` is the stage on the way from device 0, `up` the stage on the way back to it.
     """
     down_f, up_f, up_i, down_i = chain_steps(devices, device)
     up_w, down_w = up_i + 2 * devices, down_i + 2 * devices

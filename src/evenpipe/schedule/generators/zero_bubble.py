@@ -42,7 +42,7 @@ def _lagging(devices: int, microbatches: int, hop: int) -> Order:
 
 
 def simulate_lagging(problem: SplitProblem, hop: int, bound: float) -> Step | None:
-    """Run the same order at the times of `problem`; return None if it does not fit into memory, or once a device is
+    """Run the same order with the times of `problem`; return None if it does not fit into memory, or once a device is
     later than `bound`."""
     step = Step(problem)
     run = {Kind.F: step.forward, Kind.I: step.backward, Kind.W: step.weight}
@@ -54,8 +54,8 @@ def simulate_lagging(problem: SplitProblem, hop: int, bound: float) -> Step | No
 
 
 def _turns(devices: int, microbatches: int, hop: int) -> Iterator[tuple[int, Kind, int]]:
-    """Device, kind and microbatch of all passes, turn by turn: F of microbatch x, I of an earlier one, by `hop`
-    per later device, and W of one earlier still."""
+    """Device, kind and microbatch of all passes, turn by turn: F of microbatch x, I of an earlier microbatch (by `hop`
+    for each later device), and W of microbatch x minus `hop` * (devices - 1)."""
     last = hop * (devices - 1)
     lags = [((Kind.F, 0), (Kind.I, last - hop * device), (Kind.W, last)) for device in range(devices)]
     for turn in range(microbatches + last):

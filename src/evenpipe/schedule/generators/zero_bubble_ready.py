@@ -1,4 +1,4 @@
-"""A step in which every device runs a ready pass: a backward first, else a forward, else a weight gradient.
+"""A step in which every device runs any ready pass: preferably a backward, else a forward, else a weight gradient.
 
 No device waits for its turn, so a memory limit below the number of devices costs much less than in `zero_bubble_turns`.
 """
@@ -26,7 +26,7 @@ def simulate_ready(problem: SplitProblem, patience: float, bound: float) -> Step
         now, device = heappop(events)
         device = -device
         if step.clock[device] > now + problem.tolerance:
-            continue  # busy; it looks again when it is free
+            continue  # busy; checked again when the device is free
         backward = step.next_backward_input(device)
         forward = step.next_forward_input(device) if step.fits(device) else math.inf
         if backward <= now + problem.tolerance:
@@ -39,7 +39,7 @@ def simulate_ready(problem: SplitProblem, patience: float, bound: float) -> Step
                 heappush(events, (step.clock[device] + problem.hop, -(device + 1)))
         elif step.weights[device] < step.inputs[device]:
             if min(backward, forward) < now + patience * problem.W[device]:
-                continue  # it looks again when that comes
+                continue  # checked again when that pass is ready
             step.weight(device)
         else:
             continue

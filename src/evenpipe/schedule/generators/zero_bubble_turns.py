@@ -1,8 +1,9 @@
-"""The heuristic of arXiv 2401.10241, section 3.1: every microbatch is a turn of forwards down and backwards up.
+"""The heuristic of arXiv 2401.10241, section 3.1: each turn runs the forwards of one microbatch down the pipeline, and
+the backwards of one back up.
 
-Weight gradients fill the waits of a device. Three choices are open for a whole step; the caller tries them all. One
-addition for unequal stages: a device with less work than the busiest may be idle for the difference before it counts as
-late.
+Weight gradients fill the waits of a device. Three choices apply to the whole step; the caller tries all combinations.
+One addition for unequal stages: a device with less work than the busiest device may be idle for the difference before
+it counts as late.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class WarmUp(Enum):
 
 
 def simulate_turns(problem: SplitProblem, warm_up: WarmUp, skip: bool, fill: bool, bound: float) -> Step | None:
-    """Run the whole step under these choices; return None once a device is later than `bound`.
+    """Run the whole step with these choices; return None once a device is later than `bound`.
 
     skip: a device that is ahead may leave out a forward. fill: every gap gets a weight gradient, even a longer one.
     """
@@ -37,7 +38,8 @@ def simulate_turns(problem: SplitProblem, warm_up: WarmUp, skip: bool, fill: boo
 
 
 def _first_microbatch(step: Step, warm_up: WarmUp) -> None:
-    """Run its forward everywhere, further forwards while its backward is on the way, and its backward."""
+    """Run the forward of the first microbatch on all devices, further forwards until its backward arrives, and its
+    backward."""
     devices = step.problem.devices
     for device in range(devices):
         step.forward(device)
@@ -49,7 +51,7 @@ def _first_microbatch(step: Step, warm_up: WarmUp) -> None:
 
 
 def _ahead(step: Step, warm_up: WarmUp) -> list[int]:
-    """How many forwards each device runs between the first one and the first backward."""
+    """How many forwards each device runs between its first forward and its first backward."""
     problem = step.problem
     counts = [0] * problem.devices
     back = step.clock[-1] + problem.I[-1]  # when the first backward ends on the next device
@@ -57,12 +59,12 @@ def _ahead(step: Step, warm_up: WarmUp) -> list[int]:
         clock, arrival = step.clock[device], back + problem.hop
         limit = int(min(problem.microbatches - 1, problem.limits[device] - 1 + WHOLE))
         while counts[device] < limit:
-            continues = {
+            conditions = {
                 WarmUp.FITTING: clock + problem.F[device] <= arrival + problem.tolerance,
                 WarmUp.DELAYING: clock < arrival - problem.tolerance,
                 WarmUp.TWO_PER_HOP: counts[device] < 2 * (problem.devices - 1 - device),
             }
-            if not continues[warm_up]:
+            if not conditions[warm_up]:
                 break
             clock += problem.F[device]
             counts[device] += 1
@@ -89,7 +91,7 @@ def _next_microbatch(step: Step, skip: bool, fill: bool) -> None:
 
 
 def _takers(step: Step, skip: bool) -> list[int]:
-    """The devices that run a forward now, ascending: they have one left, and their successor takes one too."""
+    """The devices that run a forward now, ascending: they have one left, and their successor runs one too."""
     problem = step.problem
     takers: list[int] = []
     back = 0.0  # when the backward of this turn ends on the next device, as far as known
@@ -110,8 +112,8 @@ def _takers(step: Step, skip: bool) -> list[int]:
 
 
 def _fill(step: Step, device: int, arrival: float, always: bool) -> None:
-    """Run weight gradients while the device waits; one that takes longer than the wait only if the device would
-    otherwise become the latest."""
+    """Run weight gradients while the device waits. A weight gradient longer than the wait runs only if the device would
+    otherwise become the latest, or with `always`."""
     tolerance = step.problem.tolerance
     pending = step.inputs[device] - step.weights[device]
     while pending and step.clock[device] + step.problem.W[device] <= arrival + tolerance:

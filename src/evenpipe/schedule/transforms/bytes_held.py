@@ -1,4 +1,4 @@
-"""The bytes on a device at each position of its row, under changes of ranges: the maximum, and where it is."""
+"""The bytes on a device at each position of its row, with updates of ranges: the maximum and its position."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 class BytesHeld:
-    """A list of numbers that adds to a range, and finds the maximum, in logarithmic time.
+    """A list of numbers with range addition and maximum in logarithmic time.
 
-    A binary tree over the positions: each node has the largest number below it, without the additions at nodes above.
+    A binary tree over the positions: each node has the largest number below it, without the additions at its ancestors.
     """
 
     def __init__(self, values: Sequence[float]) -> None:

@@ -1,17 +1,17 @@
 """The communication transform: place every transfer of an order so that all its members issue it without deadlock.
 
 A transfer has one instant: the predicted end of its last producer. On every member it comes before the first pass that
-is predicted to end later. So each row is a part of one list of all passes and transfers, sorted by these times (ties in
-the order of the event model), in which every item comes after its needs. Devices that execute such rows cannot
+is predicted to end later. So each row is a subsequence of one list of all passes and transfers, sorted by these times
+(ties in the order of the event model), in which every item comes after its needs. Devices that execute such rows cannot
 deadlock, even if every operation blocked, for any number of communicators and any serialisation by the library; and a
 receive comes before the pass that runs while its data becomes ready.
 
-If kinds of transfers share a communicator, a late one delays those after it. The reduce of dX waits longest, for the
-slowest of all devices: so its instant is a quarter of an interval (the work of the busiest device per microbatch)
-before the backward that uses it, if that is later, but at most an interval after the last part of dX: every device
-holds its part until then.
+If kinds of transfers share a communicator, a late transfer delays the following ones. The reduce of dX waits longest,
+for the slowest of all devices, so its instant is a quarter of an interval (the work of the busiest device per
+microbatch) before the backward that uses it, if that is later, but at most an interval after the last part of dX,
+because every device holds its part until then.
 
-D waits for a copy, and should do so as late as possible: transfers between the pass before it and the next one come
+D waits for a copy, and should do so as late as possible: transfers between the pass before it and the next pass come
 before D.
 """
 
@@ -45,9 +45,9 @@ def add_communication(order: Order, costs: Costs | None = None, sharing: str = P
 
 
 class Lowering:
-    """A timed order, from which the program row of any device can be made separately.
+    """A timed order, from which the program row of any device can be built separately.
 
-    Timing takes the whole order, a row only its own passes and transfers.
+    Timing needs the whole order, a row only its own passes and transfers.
     """
 
     def __init__(self, order: Order, costs: Costs | None = None, sharing: str = PER_PAIR) -> None:
@@ -59,11 +59,11 @@ class Lowering:
         if sharing != PER_PAIR:
             _delay_reduces(walked, instants)
         self._rank = [NOWHERE] * len(instants)
-        """By number, the position in the one list that all rows are parts of."""
+        """By number, the position in the list that all rows are subsequences of."""
         for index, number in enumerate(sorted(walked.happened, key=instants.__getitem__)):
             self._rank[number] = index
         self._collectives: dict[int, list[Transfer]] = {}
-        """By number of a route: all its members share the same objects."""
+        """By route number: all members share the same objects."""
 
     def row(self, device: int) -> tuple[Item, ...]:
         """The passes and transfers of `device`, in order."""
@@ -92,7 +92,7 @@ class Lowering:
 
 
 def _delay_reduces(walked: Walked, instants: list[float]) -> None:
-    """Move the instants of DX to a quarter of an interval before the backward of the last stage, later by at most one
+    """Move the instants of DX to a quarter of an interval before the backward of the last stage, by at most one
     interval."""
     numbered = walked.numbered
     placement = numbered.schedule.placement

@@ -1,7 +1,7 @@
 """When copies to the host and back can run: lanes that carry one copy at a time.
 
-A copy needs the stream of its device (one for both directions, or one each) and, where devices share a link to the
-host, that link in its direction.
+A copy needs the stream of its device (one for both directions, or one per direction) and, if devices share a link to
+the host, that link in its direction.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Lane:
         self._ends: list[float] = []
 
     def earliest(self, time: float, takes: float) -> float:
-        """The first start at or after `time` of a free period of this length."""
+        """The earliest start, at or after `time`, of a free period of length `takes`."""
         for index in range(bisect_right(self._ends, time), len(self._starts)):
             if time + takes <= self._starts[index]:
                 break
@@ -35,7 +35,7 @@ class Lane:
         return time
 
     def latest(self, end: float, takes: float) -> float:
-        """The last start of a free period of this length that ends in time."""
+        """The latest start of a free period of length `takes` that ends by `end`."""
         start = end - takes
         for index in range(bisect_left(self._starts, end) - 1, -1, -1):
             if self._ends[index] <= start:
@@ -44,7 +44,7 @@ class Lane:
         return start
 
     def take(self, start: float, takes: float) -> None:
-        """Mark the lane as busy from then on for this long; do nothing for a length of 0."""
+        """Mark the lane as busy for `takes` from `start`; do nothing for a length of 0."""
         if takes > 0:
             index = bisect_left(self._starts, start)
             self._starts.insert(index, start)
@@ -103,7 +103,7 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy as its device issues it. behind: for a copy back, the number of the copy that it needs."""
+    """One copy as its device issues it. predecessor: for a copy back, the number of the copy that it needs."""
 
     device: int
     direction: bool
@@ -113,7 +113,7 @@ class Copy:
 
 
 def ends_of(copies: Sequence[Copy], engine: CopyEngine) -> list[float]:
-    """When copies end that each device issues in the given order."""
+    """When copies end if each device issues its copies in the given order."""
     ends = [inf] * len(copies)
     following = {copy.predecessor: number for number, copy in enumerate(copies) if copy.predecessor is not None}
     events = [(copy.issued, number, False) for number, copy in enumerate(copies)]

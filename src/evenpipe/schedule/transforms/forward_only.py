@@ -16,8 +16,8 @@ from .vocabulary import add_vocabulary
 def forward_only(order: Order, costs: Costs | None = None) -> Order:
     """The forwards of `order` and, if it has vocabulary passes, E, S and C where they delay no forward.
 
-    Devices with several stages run the earliest ready forward instead of taking turns as in training, if that is
-    shorter. Vocabulary passes are added anew, with `costs` as for `add_vocabulary`: at their places in training,
+    Devices with several stages run the earliest ready forward instead of keeping the order of training, if that is
+    shorter. Vocabulary passes are placed again, with `costs` as for `add_vocabulary`: at their positions in training,
     without backwards in between, devices would wait. An order that only evaluates is returned unchanged. Raises
     DeadlockError if the forwards cannot complete.
     """

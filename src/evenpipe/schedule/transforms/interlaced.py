@@ -1,10 +1,10 @@
 """The interlaced transform: synchronous vocabulary passes, as in tensor parallelism (nnScaler, OSDI'24).
 
-All devices run S(i) and T(i) together, one directly after the other, and wait for each other in between. A pass that is
-running on some device at that instant delays all devices, so there should be none. With one stage per device and full
-backwards that is the `alternating` layout: period T = F + B of one microbatch, the vocabulary passes at its start, no
-pass across it. Inside a period a device runs either B then F or F then B, alternating along the pipeline, B first on
-the last device, whose F(i+1) ends where S(i+1) starts:
+All devices run S(i) and T(i) at the same time, one directly after the other, and wait for each other in between. A pass
+that is running on some device at that instant delays all devices, so there should be none. With one stage per device
+and full backwards, the `alternating` layout achieves this: its period is T = F + B of one microbatch, it starts with
+the vocabulary passes, and no pass crosses its start. Within a period a device runs either B then F or F then B,
+alternating along the pipeline, with B first on the last device, whose F(i+1) ends where S(i+1) starts:
 
     device p-1   | S T(i)   B(i)     F(i+1) |
     device p-2   | S T(i)   F(i+1)   B(i-1) |
@@ -16,9 +16,9 @@ min(m, d + ceil(d / 2) + 1) activations, and the bubble is (p - 1) * (F + B), as
 
 Other orders are kept (`at_instants`): S(i) and T(i) are inserted when F(i) of the last stage ends, whatever is running.
 Every order can be interlaced this way, without more memory. With equal F, I and W and split backwards no pass is
-running at that instant, and nobody waits (zb-h1, v-half, gis, ...). If several stages take turns with whole backwards,
-some device is always in the middle of one: interleaved 1F1B on 8 devices waits for 1 unit of time, of 6.8, in every
-microbatch. No layout helps if stages take different times: synchronous passes wait for the slowest.
+running at that instant, and no device waits (zb-h1, v-half, gis, ...). With several stages per device and full
+backwards, some device is always in the middle of a pass: interleaved 1F1B on 8 devices waits for 1 unit of time, of
+6.8, in every microbatch. No layout helps if stages take different times: synchronous passes wait for the slowest.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def at_instants(order: Order, costs: Costs) -> Order:
     sequence = walked.sequence()
     first, last = order.placement.first_stage, order.placement.last_stage
     # Sorted by time. Inserted passes come before passes of the base order that start at the same time, except directly
-    # after a pass without duration that they follow. They keep their place in the event model.
+    # after a pass without duration that they follow. They keep their position in the event model.
     base: list[list[tuple[int, int, float, Pass]]] = [[] for _ in range(order.devices)]
     inserted: list[tuple[int, int, float, Pass]] = []
     passes = (
@@ -97,7 +97,7 @@ def alternating(placement: Placement, microbatches: int, costs: Costs) -> Order:
     """The alternating layout for a chain of stages, one per device."""
     forward, backward = costs.needed_times(placement, (Kind.F, Kind.B), "give a number or a list")
     period = max(f + b for f, b in zip(forward, backward, strict=True)) * (1 + 1e-9)
-    # Number of periods from the vocabulary passes of a microbatch to its F and its B, from the last stage to the first.
+    # Number of periods from the vocabulary passes of a microbatch to its F and B, from the last stage to the first.
     stages = placement.stages
     f_period, b_period = [-1] * stages, [0] * stages
     for stage in reversed(range(placement.last_stage)):
@@ -108,7 +108,7 @@ def alternating(placement: Placement, microbatches: int, costs: Costs) -> Order:
         else:
             f_period[stage] = f_period[successor] - 1
             b_period[stage] = b_period[successor] + 1
-    # (period, place in it): 0 for S and T, then the two passes of the stage, then G and E.
+    # (period, position in it): 0 and 1 for S and T, then the two passes of the stage, then E and G.
     shared: list[tuple[float, float, Pass]] = []
     for i in range(microbatches):
         shared += [(i, 0, Pass(Kind.S, None, i)), (i, 1, Pass(Kind.T, None, i))]

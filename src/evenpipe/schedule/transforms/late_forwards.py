@@ -1,5 +1,6 @@
-"""Forwards before the first backward of a device, as late as possible without delaying others: for the offload
-transform, because activations that are made later are held for a shorter time (arXiv 2503.01328, section 3.3).
+"""Run the forwards before the first backward of a device as late as possible without delaying other passes. The offload
+transform needs this, because activations that are produced later are held for a shorter time (arXiv 2503.01328, section
+3.3).
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ Times = list[list[float]]
 
 def late_forwards(order: Order, costs: Costs) -> tuple[Times, Times, Times]:
     """Starts and ends of all passes in the event model, with the passes before the first backward of a device as
-    late as possible without delaying others; and the earliest ends."""
+    late as possible without delaying others, and the earliest ends."""
     walked = timed(order, costs)
     numbered, rule = walked.numbered, walked.numbered.rule
     takes = numbered.durations(costs)
     start, eager_end = list(walked.start), walked.end
     next_in_row = {number: next_number for row in walked.rows for number, next_number in pairwise(row)}
     may_move = {n for device, row in enumerate(walked.rows) for n in row[: _first_backward(order, device)]}
-    joins = _joins(walked)
+    collective_starts = _collective_starts(walked)
     awaited_from = [inf] * numbered.size
     """By transfer, the start of the first pass that waits for it."""
     for number in reversed(walked.happened):
@@ -44,9 +45,9 @@ def late_forwards(order: Order, costs: Costs) -> tuple[Times, Times, Times]:
             for step in numbered.feeds[rule[number]]:
                 latest = min(latest, awaited_from[number + step] - takes[number + step])
             device = numbered.device(number)
-            joined = bisect_left(joins[device], eager_end[number])
-            if joined < len(joins[device]):
-                latest = min(latest, joins[device][joined])
+            next_start = bisect_left(collective_starts[device], eager_end[number])
+            if next_start < len(collective_starts[device]):
+                latest = min(latest, collective_starts[device][next_start])
             start[number] = max(start[number], latest - takes[number])
         for waited in needs:
             awaited_from[waited] = min(awaited_from[waited], start[number])
@@ -56,19 +57,19 @@ def late_forwards(order: Order, costs: Costs) -> tuple[Times, Times, Times]:
 
 
 def _first_backward(order: Order, device: int) -> int:
-    """The place of the first backward in a row, 0 if there is none."""
+    """The position of the first backward in a row, 0 if there is none."""
     return next((position for position, item in enumerate(order.passes(device)) if _goes_back(item)), 0)
 
 
-def _joins(walked: Walked) -> Times:
+def _collective_starts(walked: Walked) -> Times:
     """Return, by device, when its collectives begin: every member issues them after its preceding passes."""
     numbered = walked.numbered
-    joins: Times = [[] for _ in walked.rows]
+    collective_starts: Times = [[] for _ in walked.rows]
     for route in numbered.rules.routes:
         if not route.is_hop:
             for device in route.members:
-                joins[device] += walked.start[numbered.place_of(route)]
-    return [sorted(row) for row in joins]
+                collective_starts[device] += walked.start[numbered.place_of(route)]
+    return [sorted(row) for row in collective_starts]
 
 
 def _goes_back(item: Pass) -> bool:

@@ -1,16 +1,16 @@
-"""List scheduling: each device runs the first ready pass of its row, whatever comes before it.
+"""List scheduling: each device runs the first ready pass of its row, even if earlier passes are not ready.
 
-The event model goes through the step once. A free device starts the earliest pass of its row that has all its inputs.
-This repairs waits that a fixed order cannot foresee; the price is forwards that run early, and activations that are
-kept longer. So a forward starts early only if the device stays within a limit: a `MemoryPlan`, made from an order that
-is known to fit, must be able to keep its promise.
+The event model simulates the step once. A free device starts the earliest pass of its row that has all its inputs. This
+avoids waits that a fixed order cannot foresee; the price is forwards that run early, and activations that are held
+longer. So a forward starts early only if the device stays within a limit: its `MemoryPlan`, made from an order that is
+known to fit, must still hold.
 
-It always completes: take the order behind the plans, with each E directly before the forward that needs it, and the
-other vocabulary passes directly after their needs. All passes can run one by one in that sequence. Now take its first
-pass that has not run. All its needs have run, and if it is a forward, it is in its turn. So some device can always go
-on.
+List scheduling always completes. Take the order that the plans were made from, with each E directly before the forward
+that needs it, and the other vocabulary passes directly after their needs. All passes can run sequentially in that
+order. Its first pass that has not run has all its needs, and if it is a forward, it is the next one in its plan. So
+some device can always continue.
 
-E has no needs, but its rows are kept until they are used. So it runs ahead of the forwards of the first stage only as
+E has no needs, but its rows are held until they are used. So it runs ahead of the forwards of the first stage only as
 far as it does in its row.
 """
 
@@ -32,7 +32,7 @@ from evenpipe.schedule.walk import Completion, Walked, walk
 from .memory_plan import MemoryPlan
 
 Rows = Sequence[Sequence[int]]
-"""Per device, the numbers of its passes as they run."""
+"""Per device, the numbers of its passes in the order in which they run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Length:
 
     @classmethod
     def of_rows(cls, walked: Walked) -> Length:
-        """The length of an order that has been walked."""
+        """The length of a walked order."""
         ends = [(walked.start[row[0]], walked.end[row[-1]]) for row in walked.rows if row]
         first, last = min((start for start, _ in ends), default=0.0), max((end for _, end in ends), default=0.0)
         return cls(max((end - start for start, end in ends), default=0.0), last - first)
@@ -77,10 +77,11 @@ def list_schedule(priorities: Order, base: Order, limits: Sequence[int] | None, 
 
 @dataclass(frozen=True, slots=True)
 class Arranger:
-    """Arranges the passes of an order: what all its arrangements share.
+    """Arranges the passes of an order: the state that all its arrangements share.
 
-    order: the passes of each row, in no order. plans: per device, the numbers of passes that store or release, in an
-    order that fits, and what each adds; None if the order cannot be listed. limits: as for `list_schedule`.
+    order: the passes of each row, in any order. plans: per device, the numbers of passes that store or release
+    activations, in an order that fits, and the change of each; None if the order cannot be list-scheduled. limits: as
+    for `list_schedule`.
     """
 
     order: Order
@@ -114,10 +115,10 @@ class Arranger:
         return Length.of_rows(completed(walk(self.numbered, Completion.DATA, takes, rows)))
 
     def listed(self, priorities: Rows, takes: Sequence[float], reserve: float = 0.0) -> Rows | None:
-        """The rows of `list_schedule`, with every row of `priorities` from the highest down.
+        """The rows of `list_schedule`, with every row of `priorities` from the highest to the lowest.
 
-        takes: durations by number. reserve: more time for every collective: an order without any slack is short only on
-        paper.
+        takes: durations by number. reserve: extra time for every collective, because an order without any slack is
+        short only on paper.
         """
         if self.plans is None:
             return None
@@ -142,7 +143,7 @@ def _plan(numbered: Numbered, base: Order, device: int) -> tuple[list[int], list
 
 
 def _is_complete(numbered: Numbered) -> bool:
-    """Whether every device has each of its passes once, and no others than F, B, I, W and vocabulary passes."""
+    """Whether every device has each of its passes once, and only F, B, I, W and vocabulary passes."""
     if numbered.apart or numbered.misplaced or numbered.repeated:
         return False
     position, units, rules = numbered.position, numbered.units, numbered.rules
@@ -167,8 +168,8 @@ def _is_complete(numbered: Numbered) -> bool:
 
 
 def _held_back(numbered: Numbered, priorities: Rows, entrance: dict[int, list[int]]) -> list[list[int]]:
-    """The E passes that wait until a forward of the first stage has run: the first ones for its first forward,
-    and so on. The priorities of its device show how far E may be ahead.
+    """The E passes that wait until a forward of the first stage has run: the first entry waits for its first forward,
+    and so on. The priorities of its device determine how far E may run ahead.
 
     entrance: by number of a forward of the first stage, the E passes of its unit on all devices.
     """
@@ -186,15 +187,17 @@ def _held_back(numbered: Numbered, priorities: Rows, entrance: dict[int, list[in
 
 
 def _run(numbered: Numbered, priorities: Rows, plans: Sequence[MemoryPlan], takes: Sequence[float]) -> Rows:
-    """The passes of each device as they ran."""
+    """The passes of each device in the order in which they ran."""
     groups, units, rule, feeds = numbered.groups, numbered.units, numbered.rule, numbered.feeds
     devices = range(len(plans))
-    # --- who waits for whom
+    # --- dependencies
     needs = [len(numbered.needs[at]) if at >= 0 else 0 for at in rule[: numbered.passes]]
     needs = [count if at != ABSENT else NEVER for count, at in zip(needs, numbered.position, strict=True)]
     missing = [len(route.producers) for route in numbered.rules.routes for _ in range(units)]
-    followers: list[list[int]] = [[] for _ in numbered.needs]  # by rule, steps to passes that wait for such a pass
-    consumers: list[list[int]] = [[] for _ in numbered.rules.routes]  # first numbers of groups that wait for it
+    followers: list[list[int]] = [[] for _ in numbered.needs]  # by rule, steps to passes that wait for this pass
+    consumers: list[list[int]] = [
+        [] for _ in numbered.rules.routes
+    ]  # by route, first numbers of groups that wait for it
     for group, first in groups.items():
         for number in range(first, first + numbered.slices):
             for step in numbered.needs[rule[number]]:
@@ -210,7 +213,7 @@ def _run(numbered: Numbered, priorities: Rows, plans: Sequence[MemoryPlan], take
     for number in chain.from_iterable(embedding):
         needs[number] += 1
     held_back = iter(embedding)
-    # --- what may run next: passes by their rank, their place among all priorities
+    # --- passes that may run next, by rank: their index in the concatenated priorities
     ranked = list(chain.from_iterable(priorities))
     rank_of = [0] * numbered.passes
     for rank, number in enumerate(ranked):
@@ -221,7 +224,7 @@ def _run(numbered: Numbered, priorities: Rows, plans: Sequence[MemoryPlan], take
     device_of = [group.device for group in groups]
     free = [True for _ in devices]
     rows: list[list[int]] = [[] for _ in devices]
-    idle_devices = list(devices)  # free devices that may have a new pass to start
+    idle_devices = list(devices)  # free devices that may have a new ready pass
     events: list[tuple[float, int]] = []  # ends of passes, by rank; arrivals of transfers, with numbers above all ranks
 
     def met(number: int) -> None:
@@ -253,8 +256,8 @@ def _run(numbered: Numbered, priorities: Rows, plans: Sequence[MemoryPlan], take
             met(first + unit)
 
     def choose(device: int) -> list[int]:
-        """The heap with the next pass of `device`; an empty one if it has to wait. If its first ready forward
-        has to, so have the others, which come later in the plan, too."""
+        """The heap with the next pass of `device`; an empty one if it has to wait. If its first ready forward has to
+        wait, so do the others, which come later in the plan."""
         first_other, first_forward = other_heaps[device], forward_heaps[device]
         if (
             first_forward
@@ -272,7 +275,7 @@ def _run(numbered: Numbered, priorities: Rows, plans: Sequence[MemoryPlan], take
                 met(waiting)
 
     durations = [takes[number] for number in ranked]
-    # Events so close together happen at once: sums of the same times in another order differ by less.
+    # Events this close together count as simultaneous: sums of the same times in another order differ by less.
     tolerance = 1e-9 * sum(durations) / (len(plans) * units)
     some_take_nothing = min(durations) <= 0
     now = 0.0
@@ -318,4 +321,4 @@ def _run(numbered: Numbered, priorities: Rows, plans: Sequence[MemoryPlan], take
 
 
 NEVER = 1 << 30
-"""Needs of a pass that is not there."""
+"""Number of needs of an absent pass."""

@@ -1,4 +1,4 @@
-"""Decides whether a device may run a forward before its turn, by a plan that is known to fit."""
+"""Decide whether a device may run a forward before its turn, by a plan that is known to fit."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from itertools import accumulate
 
 
 class MemoryPlan:
-    """F, B and W of one device in an order that fits, and the rest of it.
+    """The F, B and W passes of one device in an order that fits, and which of them have run.
 
-    Invariant: if the device ran the rest of its plan unchanged, it would never hold more than `limit` activations.
-    Passes that release may run at any time, a forward if `allows` returns True, and always in its turn.
+    Invariant: if the device ran the remaining plan unchanged, it would never hold more than `limit` activations. Passes
+    that release activations may run at any time, a forward if `allows` returns True, which it does in its turn.
     """
 
     def __init__(self, plan: Sequence[int], holds: Sequence[int], limit: int | None, ahead: int = 0) -> None:
-        """`plan` has numbers of passes and `holds` what each adds, 1 or -1; unchanged, they stay within `limit`.
+        """`plan` has the numbers of passes, and `holds` the change of each, 1 or -1; unchanged, they stay within
+        `limit`.
 
-        A device that only evaluates keeps nothing and has no limit: up to `ahead` forwards run before their turn.
+        A device that only evaluates stores nothing and has no limit: up to `ahead` forwards run before their turn.
         """
         peak = max(accumulate(holds), default=0)
         assert limit is None or peak <= limit
@@ -31,7 +32,7 @@ class MemoryPlan:
 
     def allows(self, forward: int) -> bool:
         """Whether the invariant is still true if `forward` runs now."""
-        # At any turn of the rest the device holds at most the activations of the plan plus the early forwards.
+        # At any later turn the device holds at most the activations of the plan plus the early forwards.
         if self._early < self._room or self._turn[forward] == self._next:
             return True
         if self._limit is None:
@@ -47,7 +48,7 @@ class MemoryPlan:
         return True
 
     def run(self, number: int) -> None:
-        """Record that a pass runs now; those that are not in the plan store nothing."""
+        """Record that a pass runs now; passes that are not in the plan store nothing."""
         turn, holds, ran = self._turn.get(number), self._holds, self._ran
         if turn is None:
             return

@@ -2,17 +2,17 @@
 
     2F0  2O0  ...  2D0  ...  2L0  ...  2B0
 
-O starts the copy to the host and L the copy back; at D the copy must be over, and the device's memory is freed. O, D
-and L take no time of their own: copies run beside compute, at the positions that this plan finds:
+O starts the copy to the host and L the copy back; at D the copy must be complete, and the device's memory is freed. O,
+D and L take no time themselves: copies overlap with compute, at the positions that this plan finds:
 
     late forwards    passes before the first backward of a device run as late as possible without delaying others:
-                     activations that are made later are held for a shorter time
-    at the peak      of the activations held at the peak of a device, those used last go to the host: O as early, L as
-                     late as the engines allow. Activations that cannot make the round trip in time stay. The device
+                     activations that are produced later are held for a shorter time
+    at the peak      of the activations held at the peak of a device, those used last go to the host: O as early and L
+                     as late as the engines allow. Activations that cannot make the round trip in time stay. The device
                      furthest above its limit goes first, until all are within their limits, or no more activations
                      can be moved without delay
-    whatever it      a device that is still above its limit frees memory before it needs it again, allocates it only
-    takes            when needed, and moves activations that will return late: this costs time
+    whatever it      a device that is still above its limit frees memory as soon as its peak requires, allocates it
+    takes            only when needed, and moves activations that will return late: this costs time
 
 Late forwards, early O and late L: arXiv 2503.01328, section 3.3, and `scheduler/offloading.py` of its artifact. The
 artifact moves whole chunks, the longest lifespan first, and fails if activations cannot return in time. Moving the
@@ -106,7 +106,7 @@ def offloaded(order: Order) -> frozenset[Forward]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _HeldActivation:
-    """Activations of one forward on a device. Positions are numbers of passes in its row."""
+    """Activations of one forward on a device. Positions count the passes of its row."""
 
     device: int
     stage: int
@@ -121,7 +121,7 @@ class _HeldActivation:
 
 
 class _RoundTrip(NamedTuple):
-    """When copies to the host and back run, and the positions of O, D and L: each comes before that pass."""
+    """When copies to the host and back run, and the positions of O, D and L: each comes before the pass there."""
 
     out: float
     over: float
@@ -197,7 +197,7 @@ class _Plan:
         yield from sorted(activations, key=lambda activation: activation.made)
 
     def _held(self, device: int) -> Iterator[float]:
-        """The most bytes during each pass of a row, with everything kept."""
+        """The most bytes during each pass of a row if nothing is offloaded."""
 
         def added(item: Pass) -> float:
             sizes = self.deltas[item.slice].get(item.kind)
@@ -206,7 +206,7 @@ class _Plan:
         return (peak for _, peak, _ in held_along(self.rows[device], added))
 
     def _activations_at(self, device: int, position: int) -> Iterator[_HeldActivation]:
-        """The activations that are made before a position and used after it."""
+        """The activations that are produced before a position and used after it."""
         activations = self.activations[device]
         first = bisect_left(activations, position - self.longest[device], key=_made)
         return (
@@ -222,7 +222,7 @@ class _Plan:
     # --- choosing activations to move --------------------------------------------------------------------------
 
     def move(self, *, forces: bool) -> None:
-        """Find the activations to move, and when; with `forces` also those that cost time."""
+        """Choose the activations to move, and when; with `forces`, also activations whose move costs time."""
         while True:
             self._lower()
             if not self._drop_late():
@@ -232,7 +232,7 @@ class _Plan:
                 self._force(device, limit * (1 + ROUNDING))
 
     def _lower(self) -> None:
-        """Move activations that lower the most bytes of devices above their limits, as long as nothing is delayed."""
+        """Move activations to lower the peaks of devices above their limits, as long as nothing is delayed."""
         above = [
             (limit - held.most, device) for device, (limit, held) in enumerate(zip(self.limits, self.held, strict=True))
         ]
@@ -244,7 +244,7 @@ class _Plan:
                 heappush(above, (limit - self.held[device].most, device))
 
     def _lower_at(self, device: int, peak_position: int) -> bool:
-        """Move the last-used activations among those held at a position; return False if none can move."""
+        """Move the activations used last among those held at the peak; return False if none can move."""
         staying = [
             activation
             for activation in self._activations_at(device, peak_position)
@@ -274,7 +274,7 @@ class _Plan:
         self.lanes.release(device, OUT, start, out)
         if start + out > latest + self.tolerance:
             return None
-        # D comes at the first position after F that is reached when the copy to the host is over.
+        # D comes at the first position after F that is reached when the copy to the host is complete.
         free_at = max(activation.made + 1, bisect_left(self.starts[device], start + out - self.tolerance))
         offload_at = min(free_at, max(activation.made + 1, bisect_right(self.ends[device], start + self.tolerance)))
         reload_at = min(activation.used, bisect_right(self.ends[device], latest + self.tolerance))
@@ -298,8 +298,8 @@ class _Plan:
 
     def _drop_late(self) -> bool:
         """Simulate the copies with forwards as late as planned and as early as possible; if devices share links, also
-        with mixtures, because the first to arrive is served first. Activations that return too late, or leave too late
-        to help, stay on the device. Return whether there were any."""
+        with mixtures of both, because links serve copies in the order of arrival. Activations that return too late, or
+        leave too late to help, stay on the device. Return whether there were any."""
         late: dict[_HeldActivation, None] = {}
         devices = range(len(self.rows))
         scenarios = [[False for _ in devices], [True for _ in devices]]
@@ -317,7 +317,8 @@ class _Plan:
         return bool(late)
 
     def _late(self, early: Sequence[bool], steps: list[list[_CopyStep]]) -> dict[_HeldActivation, None]:
-        """The late copies if these devices run forwards as early as they can, and others as late as planned."""
+        """The activations with late copies if the devices in `early` run forwards as early as possible, and other
+        devices as late as planned."""
         copies: list[Copy] = []
         numbers: dict[tuple[_HeldActivation, Kind], int] = {}
         for device, moved in enumerate(self.moved):
@@ -343,7 +344,7 @@ class _Plan:
         return late
 
     def _force(self, device: int, limit: float) -> None:
-        """Let the device wait for copies until it stays within its limit, or nothing more helps."""
+        """Make the device wait for copies until it stays within its limit, or nothing more helps."""
         held, moved = self.held[device], self.moved[device]
         while held.most > limit:
             peak_position = held.where()
@@ -400,8 +401,8 @@ _CopyStep = tuple[int, Kind, _HeldActivation]
 
 
 def _copy_steps(moved: Mapping[_HeldActivation, _RoundTrip]) -> list[_CopyStep]:
-    """O, D and L of a device in the order of its row, each with its position. At one position memory is freed
-    first: `_in_time` makes sure that no pass waits for it. Copies follow by time, as the engine takes them."""
+    """O, D and L of a device in the order of its row, each with its position. At the same position, D comes first:
+    `_in_time` ensures that no pass waits for it. Copies follow by time, as the engine runs them."""
     steps = []
     for activation, trip in moved.items():
         at_once = trip.offload_at == trip.free_at

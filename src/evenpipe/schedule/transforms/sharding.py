@@ -1,12 +1,12 @@
-"""Place the passes that gather parameters and sum gradients over replicas.
+"""Place the passes that gather parameters and reduce gradients over replicas.
 
     gathered once       UNSHARD ... | passes ... last use  REDUCE_GRAD  RESHARD
     freed between       UNSHARD  passes  RESHARD  ...  UNSHARD  passes  REDUCE_GRAD  RESHARD
 
-The gradients of a part are summed right after the last pass that adds to them. A part is gathered `prefetch` parts
-ahead: before the pass that uses the part so many parts before it. Freed between uses, a device never has more than
-`prefetch` + 1 parts at a time (passes that run as one may need more). This is also how
-`torch.distributed.pipelining` (2.13) lowers an order, with three parts at a time.
+The gradients of a part (`schedule.sharding`) are reduced right after the last pass that adds to them. A part is
+gathered `prefetch` parts ahead: before the pass that uses the part `prefetch` parts before it. If parts are freed
+between uses, a device never holds more than `prefetch` + 1 parts at a time (joint passes may need more).
+`torch.distributed.pipelining` (2.13) lowers an order in the same way, with three parts at a time.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Scheduled = TypeVar("Scheduled", Order, Program)
 def add_sharding(
     schedule: Scheduled, *, gathers: bool, tied: bool, reshard: bool = False, prefetch: int | None = None
 ) -> Scheduled:
-    """An order or program with the passes that replicas need, for parts that have none yet.
+    """Add the passes that replicas need to an order or program, for parts that have none yet.
 
-    gathers: whether parameters are sharded over replicas, so that they are gathered and freed; else gradients are only
-        summed.
+    gathers: whether parameters are sharded over replicas, so that they are gathered and freed; otherwise gradients are
+        only reduced.
     tied: whether the embedding and the output layer share their matrix.
-    reshard: whether parts are freed as soon as none of the next `prefetch` + 1 parts needs them; else after their last
-        use.
-    prefetch: parts; None: all parts are gathered at the start, or with `reshard` one part ahead.
+    reshard: whether a part is freed as soon as it is not among the next `prefetch` + 1 parts; otherwise it is freed
+        after its last use.
+    prefetch: number of parts. None: all parts are gathered at the start, or one part ahead with `reshard`.
     """
     ahead = 1 if prefetch is None and reshard else prefetch
-    rows: list[Any] = []  # of passes alone if they were so before
+    rows: list[Any] = []  # passes only, if the schedule is an order
     for device in range(schedule.devices):
         groups = parts_of_device(schedule.placement, schedule.vocabulary, device, tied=tied)
         rows.append(tuple(_sharded(schedule, device, groups, gathers=gathers, reshard=reshard, ahead=ahead)))
@@ -54,7 +54,7 @@ def without_sharding(schedule: Scheduled) -> Scheduled:
 def _sharded(
     schedule: Order | Program, device: int, groups: Collection[Part], *, gathers: bool, reshard: bool, ahead: int | None
 ) -> list[Item]:
-    """The row of a device that has these parts. `ahead`: parts, None for all."""
+    """The row of a device that has the parts `groups`. `ahead`: number of parts to gather ahead, None for all."""
     row = [item for item in schedule.rows[device] if item is not None]
     users = ParameterUse(schedule.placement, schedule.vocabulary, groups)
     uses = [users.parts(item) if isinstance(item, Pass) else () for item in row]
@@ -91,8 +91,8 @@ def _sharded(
 def _next_groups(
     uses: Sequence[tuple[Part, ...]], groups: Collection[Part], ahead: int | None
 ) -> list[tuple[Part, ...]]:
-    """Return, by position, the parts among these that the passes from there on use: all of the first pass, and others
-    in the order of their next use, so many ahead (None: all)."""
+    """Return, by position, the parts in `groups` used from there on: all parts of the pass there, then others in the
+    order of their next use, up to `ahead` (None: all)."""
     soon: list[Part] = []
     result = []
     for used in reversed(uses):

@@ -6,14 +6,14 @@
 
 Slices are units like microbatches, so an order of m n microbatches becomes one of m microbatches of n slices:
 
-    forwards     stay where they are: they run in the order of slices already
-    backwards    the k-th of a stage (B, or I and W) becomes that of unit b(k), with the slices of every sequence in
-                 reverse; all of them move later by one number, so that F of the last stage is over before its backward
-                 begins: a whole number of intervals, which keeps the pattern of the order
+    forwards     keep their positions: they already run in the order of slices
+    backwards    the k-th backward of a stage (B, or I and W) becomes that of unit b(k), with the slices of every
+                 sequence in reverse; all of them move later by the same time, so that F of the last stage ends before
+                 its backward begins: a whole number of intervals, which preserves the pattern of the order
 
-Each device is then sorted by time. That is legal: the chain of forwards stays as it is, the chain of backwards moves as
-one, and every F(s, b(k)) ends before F(last, b(k)). It needs forwards and backwards of a stage in the order of
-microbatches, and both as passes of their own, which excludes DualPipeV.
+Each device is then sorted by time. The result is valid: the chain of forwards does not change, the chain of backwards
+moves as a whole, and every F(s, b(k)) ends before F(last, b(k)). This requires that the forwards and backwards of a
+stage run in the order of microbatches, and as separate passes, which excludes DualPipeV.
 
 1F1B becomes Seq1F1B (arXiv 2406.03488), with a bubble of (p - 1) / (n m) of the ideal step, where device r holds
 1 + (p - 1 - r) / n sequences. Slices must take equal time, not have equal length.
@@ -39,15 +39,15 @@ from .vocabulary import interval_of
 
 _BACK = (Kind.B, Kind.I, Kind.W)
 _RANK = {Kind.B: 0, Kind.I: 0, Kind.F: 1, Kind.W: 2}
-"""Of passes that start together, the lower rank comes first."""
+"""Of passes that start at the same time, the one with the lower rank comes first."""
 
 
 def add_slices(order: Order, slices: int) -> Order:
     """`order` with its microbatches as units: every `slices` of them are the slices of one microbatch.
 
-    Before vocabulary passes, recomputation and copies to the host. Raises InputError if the order has other passes than
-    F, B, I and W of single stages, if a stage does not run them in the order of microbatches, if its sequences are cut
-    already, or if the slices do not divide its microbatches.
+    To be applied before vocabulary passes, recomputation and copies to the host. Raises InputError if the order has
+    other passes than F, B, I and W of single stages, if a stage does not run them in the order of microbatches, if its
+    sequences are already cut, or if `slices` does not divide its microbatches.
     """
     if slices == 1:
         return order
@@ -69,12 +69,12 @@ def add_slices(order: Order, slices: int) -> Order:
 
 
 def _turned(k: int, slices: int) -> int:
-    """Which unit the k-th backward is of: the slices of a microbatch run backward in reverse."""
+    """The unit of the k-th backward: the backwards of a microbatch run in reverse order of slices."""
     return k - k % slices + slices - 1 - k % slices
 
 
 def _delay(order: Order, walked: Walked, slices: int) -> float:
-    """By how much backwards move later: at least 0, in whole intervals."""
+    """How much later backwards run: at least 0, in whole intervals."""
     placement, groups = order.placement, walked.numbered.groups
     forward, backward = (
         groups[PassGroup(placement.last_device, kind, placement.last_stage)] for kind in (Kind.F, Kind.B)
@@ -100,7 +100,7 @@ def _refuse_unfit(order: Order, slices: int) -> None:
 
 
 def _out_of_turn(order: Order) -> Iterator[tuple[int | None, Kind]]:
-    """The stages, with a kind of pass, that run its microbatches in another order."""
+    """The stages and kinds of passes that do not run in the order of microbatches."""
     for device in range(order.devices):
         runs: dict[tuple[int | None, Kind], list[int]] = {}
         for item in order.passes(device):

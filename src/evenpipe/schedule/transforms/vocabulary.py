@@ -53,7 +53,7 @@ from evenpipe.words import refused
 from .list_scheduling import Arranger, Length, Rows
 
 MOVED = frozenset({Kind.B, Kind.I, Kind.W, Kind.R, Kind.L})
-"""Passes that follow from the backward of the last stage, or prepare for such passes."""
+"""Passes that depend on the backward of the last stage, or prepare for such passes."""
 
 INTERVAL = 2**20
 """Virtual times are whole numbers, with this many per interval: no tie is broken by rounding, and a half is exact."""
@@ -64,11 +64,11 @@ Ranks = Mapping[Kind, int]
 
 @dataclass(frozen=True, slots=True)
 class Priorities:
-    """How virtual times become the order of a device.
+    """How virtual times determine the order of passes on a device.
 
     ranks: by number of barriers, 0 for evaluation. backwards, weights, outputs: intervals by which B and I, W, and T
-    come later than the rules above. reserve: for list scheduling, time added to every collective, in units of the mean
-    work of a stage per unit.
+    come later than by the rules above. reserve: for list scheduling, time added to every collective, in units of the
+    mean work of a stage per unit.
     """
 
     ranks: Mapping[int, Ranks]
@@ -85,8 +85,9 @@ FIXED = Priorities(
         2: {Kind.E: 0, Kind.T: 2, Kind.S: 3, Kind.G: 4},
     }
 )
-"""For rows that run unchanged. E comes before the base order: it has no needs, and its rows travel far. The others come
-after it: first passes that the backward of the last stage waits for, then S, then passes that nobody waits for."""
+"""For rows that run unchanged. E comes before the base order: it has no needs, and its rows travel far. Other kinds
+come after it: first passes that the backward of the last stage waits for, then S, then passes that nothing waits
+for."""
 
 _EAGER = {
     0: {Kind.E: 0, Kind.S: 0, Kind.C: 3},
@@ -101,13 +102,13 @@ LISTS = {
     1: (_FILLING, Priorities(_EAGER), Priorities(_EAGER, weights=1, outputs=1)),
     2: (_FILLING, Priorities(_EAGER), Priorities(_EAGER, backwards=-1)),
 }
-"""For list scheduling, by number of barriers, 0 for evaluation. No device is idle by plan, so passes that others wait
-for come first. In the first list weight gradients fill the gaps, and collectives may take longer than expected (by 0.3
-F) before a device waits; the third keeps more between S and T, or gives the second barrier no time of its own. Without
-the second list the worst step of `benchmarks/arrangement.py` would be 1.2 % longer, without the third 5 %."""
+"""For list scheduling, by number of barriers, 0 for evaluation. No idle time is planned, so passes that others wait for
+come first. In the first list, weight gradients fill the gaps, and collectives may take longer than expected (by 0.3 F)
+before a device waits; the third list keeps more passes between S and T, or gives the second barrier no extra time.
+Without the second list the worst step of `benchmarks/arrangement.py` would be 1.2 % longer, without the third 5 %."""
 
 ENOUGH = 1.001
-"""Only the sorted rows and the first list are tried if the step is then no longer, by this factor, than the base order
+"""Only the sorted rows and the first list are tried if the step is then at most this factor longer than the base order
 plus the vocabulary passes."""
 
 
@@ -142,7 +143,9 @@ def split_joint_passes_at_loss(order: Order) -> Order:
     last = order.placement.last_stage
 
     def splits(item: Pass) -> bool:
-        at_last_stage = [component for component in item.parts if component.stage == last and component.kind is not Kind.W]
+        at_last_stage = [
+            component for component in item.parts if component.stage == last and component.kind is not Kind.W
+        ]
         return len({(component.microbatch, component.slice) for component in at_last_stage}) < len(at_last_stage)
 
     if not any(splits(item) for device in range(order.devices) for item in order.passes(device) if item.parts):
@@ -155,7 +158,7 @@ def split_joint_passes_at_loss(order: Order) -> Order:
 
 
 def peak_limits(order: Order, mode: VocabularyMode) -> list[int]:
-    """The stage activations each device may hold: those of `order`, and one per barrier for each stage."""
+    """The stage activations each device may hold: as many as in `order`, plus one per barrier for each stage."""
     stages = map(order.placement.stages_of, range(order.devices))
     extra = mode.barriers
     return [int(peak_activations(order.passes(device))) + extra * len(held) for device, held in enumerate(stages)]
@@ -163,10 +166,10 @@ def peak_limits(order: Order, mode: VocabularyMode) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The passes of an order and those of the vocabulary, which all arrangements share.
+    """The passes of an order and the vocabulary passes, which all arrangements share.
 
-    order: without vocabulary passes, and without a joint pass that holds F and B of the last stage for one microbatch.
-    mode: of the arrangements. arranger: of all passes, in rows that have those of the order first, as they are there.
+    order: without vocabulary passes, and without a joint pass that has F and B of the last stage for one microbatch.
+    mode: of the arrangements. arranger: of all passes; each row starts with the passes of the order, in its order.
     """
 
     order: Order
@@ -184,7 +187,7 @@ class Passes:
         return cls(order, mode, Arranger.of(combined, order, limits))
 
     def best(self, costs: Costs) -> Rows:
-        """The rows of the shortest step with `costs`, of all that are tried."""
+        """The rows of the shortest step with `costs` among all arrangements tried."""
         takes = self.arranger.numbered.durations(costs)
         best: Rows = []
         shortest = Length(inf, inf)
@@ -202,7 +205,7 @@ class Passes:
         return best
 
     def _virtual_costs(self, costs: Costs) -> list[tuple[Costs, Costs]]:
-        """Costs for virtual times, each with those by which lists are made.
+        """Costs for virtual times, each with the costs used for list scheduling.
 
         With virtual times by the given costs alone, the worst step of `benchmarks/arrangement.py` is 12 % longer, and
         steps in sharded modes are 0.9 % longer on average.
@@ -243,8 +246,8 @@ class Passes:
 class VirtualTimes:
     """Virtual times of all passes.
 
-    starts: by number. rows: numbers of each device, in the order in which passes with the same virtual time and rank
-    come. makespan: of the base order. stage_work: mean work of a stage per unit.
+    starts: by number. rows: numbers of each device, in the order that breaks ties of virtual time and rank. makespan:
+    of the base order. stage_work: mean work of a stage per unit.
     """
 
     passes: Passes
@@ -302,8 +305,8 @@ class VirtualTimes:
 
 
 def _companions(order: Order, mode: VocabularyMode) -> Iterator[tuple[Kind, PassGroup, bool, int]]:
-    """Each kind of vocabulary pass, the passes that its virtual times follow from, whether from their ends, and
-    how much later they are."""
+    """Each kind of vocabulary pass, the passes that determine its virtual times, whether by their ends, and how
+    much later it is."""
     placement = order.placement
     first, last = (
         partial(PassGroup, placement.first_device, stage=placement.first_stage),
@@ -352,4 +355,4 @@ def interval_of(walked: Walked) -> float:
 
 
 _RANKS = 8
-"""More than there are ranks."""
+"""More than the number of ranks."""
