@@ -87,7 +87,7 @@ def _report(schedule: Order | Program, faults: list[Fault], limits: Limits | Non
     return Report(tuple(faults), tuple(int(peak_activations(row)) for row in passes))
 
 
-# --- every item once, where it belongs ----------------------------------------------------------------------------
+# --- every item exactly once, on the right device ------------------------------------------------------------------
 
 
 def _out_of_place(numbered: Numbered) -> Iterator[Fault]:
@@ -318,7 +318,7 @@ _WITHOUT = {
 }
 
 
-# --- in a row, each after what it needs ----------------------------------------------------------------------------
+# --- the order of items within a row -------------------------------------------------------------------------------
 
 
 def _out_of_order(numbered: Numbered) -> Iterator[Fault]:
@@ -397,7 +397,7 @@ def _numbers(numbered: Numbered, device: int) -> Iterator[tuple[int, dict[int, i
             yield from ((number, index_of) for number in parts)
 
 
-# --- to the ends of all rows --------------------------------------------------------------------------------------
+# --- completion ----------------------------------------------------------------------------------------------------
 
 
 def _incomplete(numbered: Numbered, *, experts: bool) -> list[Fault]:

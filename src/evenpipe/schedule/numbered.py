@@ -180,7 +180,7 @@ class Numbered:
         self.rule += apart_rules[::-1] + [-1] * self.transfers
         self.size = len(self.rule)
 
-    # --- what a number is --------------------------------------------------------------------------------------------
+    # --- lookups ---------------------------------------------------------------------------------------------------
 
     def number(self, device: int, item: Item) -> int | None:
         """The number of a pass of a group, or of a transfer, on a device; None if it has none there."""

@@ -80,7 +80,7 @@ class ParameterUse:
 
     @classmethod
     def of_row(cls, placement: Placement, mode: VocabularyMode, row: Iterable[Item | None]) -> ParameterUse:
-        """The users in a row. The parts are those that its sharding passes name."""
+        """The users in a row, with the parts named by its sharding passes."""
         kinds = {item.kind for item in row if item is not None}
         groups = {group for kind, group in _PART.items() if kind in kinds}
         return cls(placement, mode, groups | {Kind.S} if mode.sharded else groups)

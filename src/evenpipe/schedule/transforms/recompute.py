@@ -4,8 +4,8 @@
     2F0 ... 2I0 ... 2W0 ->  2F0 ... 2R0 2I0 ... 2W0
     (1F3;2B0)OVERLAP_F_B    ->  2R0 (1F3;2B0)OVERLAP_F_B
 
-A forward in one pass with its own backward is not recomputed.
-R needs nothing from other devices: it runs while the gradient that its backward waits for is still on its way.
+A forward that is in the same joint pass as its backward is not recomputed. R needs nothing from other devices: it runs
+while the gradient that its backward waits for is still being sent.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ and the interval (the work of the busiest device per unit):
 Sorting each device by virtual time gives a correct order: no pass has an earlier time than its needs, and all devices
 break ties in the same way. With equal costs and enough microbatches, the peak of a device grows by exactly k stage
 activations per stage that it holds. With unequal costs it may grow by more, and devices may wait for each other in
-every interval. So virtual times are also priorities for `list_schedule`, in which each device runs the earliest ready
-pass, within that peak. The result is the best of all: the one that keeps the peak, then the one with the shorter span,
-then with the shorter step. If F, I and W of a stage differ, virtual times are those of simpler costs: small differences
-break the pattern of the base order, and cost some percent.
+every interval. So virtual times also serve as priorities for `list_schedule`, in which each device runs the earliest
+ready pass, within that peak. The best candidate is used: first by staying within the peak, then by the shorter span,
+then by the shorter step. If F, I and W of a stage differ, virtual times are computed from simplified costs, because
+small differences break the pattern of the base order, and lengthen the step by some percent.
 
 An order for evaluation gets E, S and C, with C(i) an interval after S(i): no pass waits for it, so the statistics have
 time to arrive. Its lists have no memory limit.
@@ -138,8 +138,8 @@ def with_vocabulary_times(costs: Costs | None) -> Costs:
 
 
 def split_joint_passes_at_loss(order: Order) -> Order:
-    """`order` with a joint pass split into its parts where it runs F and B of the last stage for one microbatch:
-    vocabulary passes come between them."""
+    """`order` with each joint pass that runs F and B of the last stage for one microbatch split into its parts,
+    because vocabulary passes come between them."""
     last = order.placement.last_stage
 
     def splits(item: Pass) -> bool:
@@ -236,7 +236,7 @@ class Passes:
         return any(peak_activations(order.passes(device)) > limit for device, limit in enumerate(limits))
 
     def _vocabulary_work(self, costs: Costs) -> float:
-        """The time of the vocabulary passes in one step, on the device that has the most of it."""
+        """The time of the vocabulary passes in one step, on the device where it is longest."""
         times = costs.device_times(self.order.placement)
         kinds = self.mode.kinds(forward_only=self.order.forward_only)
         return self.order.units * max(map(sum, zip(*(times[kind] or () for kind in kinds), strict=True)))
@@ -332,7 +332,7 @@ def validate_base(order: Order) -> None:
 
 
 def virtual_times(order: Order, costs: Costs) -> tuple[Walked, float]:
-    """When everything in the base order runs, and the virtual time per unit of time."""
+    """When all passes and transfers of the base order run, and the virtual time per unit of time."""
     walked = timed(order, costs)
     interval = interval_of(walked)
     if interval <= 0:
