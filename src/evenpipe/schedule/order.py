@@ -115,7 +115,7 @@ class DeviceRows:
 
 @dataclass(frozen=True, slots=True)
 class Order(DeviceRows):
-    """The passes of each device in their order; what each waits for follows from them (`dependencies`)."""
+    """The passes of each device, in order; the dependencies of each pass follow from them (`Rules`)."""
 
     rows: tuple[tuple[Pass | None, ...], ...]
 
