@@ -1,7 +1,7 @@
 """Traces as JSON files, for drawing, for `evenpipe profile`, and for other programs.
 
     {
-     "format": "evenpipe trace", "version": 1,
+     "format": "evenpipe trace", "version": 2,
      "about": {"schedule": "1f1b", "vocabulary": "vocab-2", "step": 12, "machine": "...", ...},
      "placement": [0, 1],                     device of each stage
      "microbatches": 8, "vocabulary": "vocab-2", "forward_only": false,
@@ -23,8 +23,8 @@
     }                                                       without the rows; absent without tensor ranks
 
 All times are seconds from the start of the device that began first; offsets between clocks are corrected ("clock" gives
-them). Passes and transfers are in the order of the row. Fields as in `schedule.trace`. A reader of version 1 refuses
-other versions; what a version adds, its number says.
+them). Passes and transfers are in the order of the row. Fields as in `schedule.trace`. Readers refuse other
+versions.
 """
 
 from __future__ import annotations
