@@ -73,28 +73,31 @@ def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0, *, s
     work += min(head_time(*shape, setting).seconds, least_seconds(whole_head_time(*shape, setting)))
     matrices = 1 if description.tied else 2
     experts = sum(layer.expert_parameters for layer in problem.works)
-    others = sum(layer.parameters for layer in problem.works) - experts
-    others += matrices * description.vocabulary_size * description.hidden_size
+    dense = sum(layer.parameters for layer in problem.works) - experts
+    dense += matrices * description.vocabulary_size * description.hidden_size
     devices = parallelism.tp * parallelism.pp
-    share = Parameters(others / devices, experts / devices / parallelism.ep)
-    together = problem.setting(layout, together=True)
-    most = max(work / parallelism.pp, busiest) * layout.microbatches
+    share = Parameters(dense / devices, experts / devices / parallelism.ep)
+    step_setting = problem.setting(layout, together=True)
+    pass_seconds = max(work / parallelism.pp, busiest) * layout.microbatches
     by_layer, by_part = exchanged_parts(problem, layout)
     parts = -(-problem.layers // parallelism.pp) if by_part else 1
-    often = layout.microbatches if by_layer else 1
-    beside = Beside(parts, math.inf, math.inf, often)  # at most so many parts, and all but one beside passes
-    seconds = most + step_end_seconds(share, together, zero=parallelism.zero, beside=beside)
-    lacking = state_floor(problem, layout, share, host_share)[0] - usable(problem, layout)
-    return Bound(seconds, max(0, math.ceil(lacking)))
+    exchanges = layout.microbatches if by_layer else 1
+    overlapped = Beside(parts, math.inf, math.inf, exchanges)  # at most so many parts, and all but one beside passes
+    seconds = pass_seconds + step_end_seconds(share, step_setting, zero=parallelism.zero, beside=overlapped)
+    shortfall = state_floor(problem, layout, share, host_share)[0] - usable(problem, layout)
+    return Bound(seconds, max(0, math.ceil(shortfall)))
 
 
 def work_bound(problem: Problem, configuration: Configuration, *, traced: bool = False) -> Bound:
     """Return the bound of one configuration: the work of its busiest device, including recomputation. traced: by
     layers that are traced, which takes longer."""
-    again, lacking, device = _memory_floor(problem, configuration, traced=traced)
+    recomputation, shortfall, device = _memory_floor(problem, configuration, traced=traced)
     busy = least_work(problem, configuration)
-    work = max(done + more for done, more in zip(busy, again, strict=True)) * configuration.recipe.microbatches
-    return Bound(work + end_seconds(problem, configuration), lacking, device, tuple(again))
+    work = (
+        max(seconds + repeated for seconds, repeated in zip(busy, recomputation, strict=True))
+        * configuration.recipe.microbatches
+    )
+    return Bound(work + end_seconds(problem, configuration), shortfall, device, tuple(recomputation))
 
 
 def order_bound(problem: Problem, configuration: Configuration, again: Sequence[float] = ()) -> float:
@@ -103,13 +106,13 @@ def order_bound(problem: Problem, configuration: Configuration, again: Sequence[
     shape, mode = configuration.shape, configuration.recipe.mode
     stages = shape.placement.stages // shape.placement.devices
     slices = configuration.recipe.slices
-    each = list(costs_of(problem, configuration).by_slice(slices))
+    costs_of_slices = list(costs_of(problem, configuration).by_slice(slices))
     if stages == slices == 1:  # else it is not known which pass takes longer
-        each, again = [_longer_backwards(costs, shape.placement, again) for costs in each], ()
+        costs_of_slices, again = [_longer_backwards(costs, shape.placement, again) for costs in costs_of_slices], ()
     bound = best_bound(
         shape.placement,
         configuration.recipe.microbatches * slices,
-        [either_backward(costs, shape.placement) for costs in each] if shape.split else each,
+        [either_backward(costs, shape.placement) for costs in costs_of_slices] if shape.split else costs_of_slices,
         split=shape.split,
         vocabulary=mode,
         max_in_flight=[held + mode.barriers * stages for held in _in_flight(problem, configuration).stages],
@@ -119,13 +122,13 @@ def order_bound(problem: Problem, configuration: Configuration, again: Sequence[
     return bound.value + end_seconds(problem, configuration)
 
 
-def _longer_backwards(costs: Costs, placement: Placement, again: Sequence[float]) -> Costs:
+def _longer_backwards(costs: Costs, placement: Placement, recomputation: Sequence[float]) -> Costs:
     """Return times of one stage per device, whose backwards compute again first."""
     times = costs.stage_times(placement)
     whole, inputs = times[Kind.B], times[Kind.I]
     assert whole and inputs
-    more = [again[device] if again else 0.0 for device in placement.stage_device]
-    return replace(costs, B=tuple(map(add, whole, more)), I=tuple(map(add, inputs, more)))
+    repeated = [recomputation[device] if recomputation else 0.0 for device in placement.stage_device]
+    return replace(costs, B=tuple(map(add, whole, repeated)), I=tuple(map(add, inputs, repeated)))
 
 
 def _in_flight(problem: Problem, configuration: Configuration) -> InFlight:
@@ -147,11 +150,11 @@ def usable(problem: Problem, layout: Recipe) -> float:
 
 
 def _usable(problem: Problem, communicators: int, context_parallel: bool) -> float:
-    beside = [
+    process_bytes = [
         process_memory(size, CUDA, communicators=communicators, context_parallel=context_parallel).process.most
         for size in (0, GIB)
     ]
-    return (problem.memory_bytes - beside[0]) / (beside[1] - beside[0]) * GIB
+    return (problem.memory_bytes - process_bytes[0]) / (process_bytes[1] - process_bytes[0]) * GIB
 
 
 def _memory_floor(problem: Problem, configuration: Configuration, *, traced: bool) -> tuple[list[float], int, int]:
@@ -178,30 +181,32 @@ def _memory_floor(problem: Problem, configuration: Configuration, *, traced: boo
     extra = [extra_times(problem, recipe, policy) for policy in POLICIES[1:]]
     turning, sharpest = min(use.turning for use in uses), min(use.sharpest for use in uses)
     only = configuration.checkpointing[0]
-    again = [0.0] * devices
+    recomputation = [0.0] * devices
     tolerance = 0.1 * problem.memory_bytes if shape.by_costs else 0.0
     free = usable(problem, recipe)
     for device, layers in enumerate(layers_of_devices(configuration)):
         stages = shape.placement.stages_of(device)
         # Each barrier keeps every stage's activation of one microbatch more; for looped stages, of one stage.
-        more = barriers * (len(layers) if turns_back else len(layers) / len(stages))
+        barrier_layers = barriers * (len(layers) if turns_back else len(layers) / len(stages))
         state = state_floor(problem, recipe, parameters[device], on_host)
         room = free + (tolerance - state.always)
         gradients = (state.gradients - of_shards.gradients) / max(1, len(layers))
         gathered = (state.gathered - of_shards.gathered) / max(1, len(layers))
-        before = len(layers) * (recipe.slices - 1)  # the most that ends before a certain slice's backward begins
+        earlier = len(layers) * (recipe.slices - 1)  # the most that ends before a certain slice's backward begins
         # A stage that is alone keeps a microbatch's logits until W; others may have none when queues are long.
         of_queue = logits[device] if len(stages) == 1 else 0.0
         held = [
             max(
                 # The next backward finds all of this but what is queued, and without I and W no logits.
                 max(
-                    (waiting + min(more, ahead)) * use.waiting
+                    (waiting + min(barrier_layers, ahead)) * use.waiting
                     + max(
                         queued * use.queued + (of_queue if queued else 0.0),
                         max(logits[device], turning) if waiting else 0.0,
                     ),
-                    (waiting + min(more, ahead) - before) * use.waiting + sharpest if waiting > before else 0.0,
+                    (waiting + min(barrier_layers, ahead) - earlier) * use.waiting + sharpest
+                    if waiting > earlier
+                    else 0.0,
                 )
                 + begun * gradients
                 + opened * gathered
@@ -212,24 +217,24 @@ def _memory_floor(problem: Problem, configuration: Configuration, *, traced: boo
             for use in uses
         ]
         none, selective, full = accumulate(held, min)
-        least = full if only == LEAST else held[POLICIES.index(only)]
-        if least > room:
-            return again, math.ceil(least - room), device
+        needed = full if only == LEAST else held[POLICIES.index(only)]
+        if needed > room:
+            return recomputation, math.ceil(needed - room), device
         if only == LEAST and none > room:
             cheap, dear = (sum(times[layer] for layer in layers) for times in extra)
             # Of several stages, those with more microbatches in flight free more.
-            whole = len(layers) if len(stages) == 1 else 0
+            count = len(layers) if len(stages) == 1 else 0
             if selective <= room:
-                again[device] = cheap * _share(none - room, none - selective, whole)
+                recomputation[device] = cheap * _share(none - room, none - selective, count)
             else:
-                again[device] = cheap + (dear - cheap) * _share(selective - room, selective - full, whole)
-    return again, 0, 0
+                recomputation[device] = cheap + (dear - cheap) * _share(selective - room, selective - full, count)
+    return recomputation, 0, 0
 
 
-def _share(lacking: float, freed: float, layers: int) -> float:
+def _share(shortfall: float, freed: float, layers: int) -> float:
     """Return the share of a device's layers that compute again, if all of them free so many bytes; of a number of
     `layers`, if it is known."""
-    share = lacking / max(1.0, freed)
+    share = shortfall / max(1.0, freed)
     return math.ceil(layers * share) / layers if layers else share
 
 
@@ -239,8 +244,8 @@ def logits_bytes(problem: Problem, configuration: Configuration, setting: Settin
     devices = placement.devices
     if setting.kernels.loss == "chunked":
         return [0.0] * devices
-    whole = float(setting.tokens * problem.description.vocabulary_size // setting.tensor * setting.element)
-    whole /= configuration.recipe.slices
+    size = float(setting.tokens * problem.description.vocabulary_size // setting.tensor * setting.element)
+    size /= configuration.recipe.slices
     if configuration.recipe.mode.sharded:
-        return [whole / devices] * devices
-    return [whole if device == placement.last_device else 0.0 for device in range(devices)]
+        return [size / devices] * devices
+    return [size if device == placement.last_device else 0.0 for device in range(devices)]

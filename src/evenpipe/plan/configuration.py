@@ -68,8 +68,8 @@ class Configuration:
         """Return `LEAST` or a policy, alone: for all layers; or one policy per layer."""
         if "activation_checkpointing" in self.open:
             return (LEAST,)
-        given = self.recipe.activation_checkpointing
-        return given if isinstance(given, tuple) else (given,)
+        policies = self.recipe.activation_checkpointing
+        return policies if isinstance(policies, tuple) else (policies,)
 
     @property
     def offload(self) -> str:
@@ -140,7 +140,7 @@ def name_of_zero(parallelism: Parallelism) -> str:
     return f"zero-{parallelism.zero}{'' if shard is None else f'/{shard}'}"
 
 
-def costs_of(problem: Problem, one: Configuration) -> Costs:
+def costs_of(problem: Problem, configuration: Configuration) -> Costs:
     """Return the seconds of passes, transfers and copies; open recomputation takes none."""
-    costs, copies = pass_costs(problem, one.recipe, one.placement), one.copy_seconds
+    costs, copies = pass_costs(problem, configuration.recipe, configuration.placement), configuration.copy_seconds
     return replace(costs, O=copies, L=copies) if copies else costs

@@ -177,19 +177,19 @@ def search_configurations(
     Raises InputError as `layouts`, and SearchInterrupted on Ctrl-C.
     """
     watch = _Watch(seconds, progress)
-    run = _Search(problem, space or usual_space(problem), wanted, watch, cache, each=each_vocabulary)
-    watch.search = run
+    search = _Search(problem, space or usual_space(problem), wanted, watch, cache, each=each_vocabulary)
+    watch.search = search
     try:
         try:
             with watch.holding_interrupts(), _pool(problem, workers, watch) as evaluate_all:
-                run.answer_roughly(evaluate_all)
-                run.to_the_end(evaluate_all)
-                run.settle(evaluate_all, wanted)
+                search.answer_roughly(evaluate_all)
+                search.to_the_end(evaluate_all)
+                search.settle(evaluate_all, wanted)
         except _TimeIsUpError:
-            run.end_early("time")
+            search.end_early("time")
     except KeyboardInterrupt:
-        raise SearchInterrupted(run) from None
-    return run.result()
+        raise SearchInterrupted(search) from None
+    return search.result()
 
 
 class _Watch:
@@ -221,9 +221,9 @@ class _Watch:
         if self.search is not None and time.monotonic() - self.told >= TOLD_SECONDS:
             self.tell(self.search.standing())
 
-    def tell(self, found: Found) -> None:
+    def tell(self, result: Found) -> None:
         if self.progress is not None:
-            self.progress(found)
+            self.progress(result)
         self.told = time.monotonic()
 
 
@@ -265,7 +265,7 @@ class _Search:
             else:
                 alike.setdefault(_axes(layout), []).append((bound.seconds, layout))
         for sizes in alike.values():
-            self._push_layouts(sorted(sizes, key=lambda one: one[1].batch.microbatch_size))
+            self._push_layouts(sorted(sizes, key=lambda entry: entry[1].batch.microbatch_size))
         self.found.least_seconds = min((bound for bound, *_ in self.heap), default=0.0)
 
     def answer_roughly(self, evaluate_all: _EvaluateAll) -> None:
@@ -298,37 +298,37 @@ class _Search:
     def to_the_end(self, evaluate_all: _EvaluateAll) -> None:
         """Search until no better plan is possible."""
         while batch := self._next():
-            limits = [self._limit(_mode(one)) for one in batch]
-            found = self.cache.evaluated(batch, limits, evaluate_all, "roughly")
-            for one, evaluation in zip(batch, found, strict=True):
-                self.asked[evaluation.configuration] = one
+            limits = [self._limit(_mode(configuration)) for configuration in batch]
+            evaluations = self.cache.evaluated(batch, limits, evaluate_all, "roughly")
+            for configuration, evaluation in zip(batch, evaluations, strict=True):
+                self.asked[evaluation.configuration] = configuration
                 self._take(evaluation)
                 if evaluation.late or evaluation.fits:
-                    loss = evaluation.seconds / self.sharp[one]
-                    for family in _families(one):
+                    loss = evaluation.seconds / self.sharp[configuration]
+                    for family in _families(configuration):
                         self.losses[family].append(loss)
             self.watch.look()
         self.found.rough.clear()
 
     def standing(self) -> Found:
         """Return what is known, with how much is left."""
-        found, limit = self.found, self._limit(*self.space.vocabularies)
+        result, limit = self.found, self._limit(*self.space.vocabularies)
         left = [node for bound, _, node in self.heap if bound < limit]
-        found.layouts_left = sum(len(node) for node in left if isinstance(node, list))
-        found.configurations_left = sum(isinstance(node, Configuration) for node in left)
-        found.seconds = self.watch.seconds
-        return found
+        result.layouts_left = sum(len(node) for node in left if isinstance(node, list))
+        result.configurations_left = sum(isinstance(node, Configuration) for node in left)
+        result.seconds = self.watch.seconds
+        return result
 
     def end_early(self, why: Literal["time", "interrupt"]) -> None:
         """Take the rough plans for plans like the others, and check which is the fastest, in this process."""
-        found = self.found
-        found.ended = why
-        known = {plan.configuration for plan in found.plans}
-        for plan in found.rough:
+        result = self.found
+        result.ended = why
+        known = {plan.configuration for plan in result.plans}
+        for plan in result.rough:
             if plan.configuration not in known:
                 known.add(plan.configuration)
-                insort(found.plans, plan, key=_place)
-        found.rough.clear()
+                insort(result.plans, plan, key=_place)
+        result.rough.clear()
         self.watch.tell(self.standing())
         self.settle(partial(_evaluate_alone, self.problem), 0)
 
@@ -341,31 +341,33 @@ class _Search:
     def settle(self, evaluate_all: _EvaluateAll, wanted: int) -> None:
         """Sort the plans, evaluate the `wanted` fastest and the best as they run, and time whole steps of the best
         until one of these is the fastest; with `each` of every mode."""
-        plans, own, whole = self.found.plans, set[Configuration](), set[Configuration]()
+        plans, exact, timed = self.found.plans, set[Configuration](), set[Configuration]()
         while True:
             self.found.failed += (plan for plan in plans if not plan.fits)
             plans[:] = sorted((plan for plan in plans if plan.fits), key=_place)
             leading = self._leading()
             shown = sorted({*range(len(plans))[:wanted], *leading})
-            rough = [n for n in shown if plans[n].configuration not in own]
-            first = next((n for n in leading if plans[n].configuration not in whole), None)
-            if rough:
-                asked = [self.asked[plans[n].configuration] for n in rough]
-                found = self.cache.evaluated(asked, [math.inf] * len(asked), evaluate_all, "times")
-                for n, one, plan in zip(rough, asked, found, strict=True):
-                    plans[n], self.asked[plan.configuration] = plan, one
-                    own.add(plan.configuration)
+            inexact = [n for n in shown if plans[n].configuration not in exact]
+            first = next((n for n in leading if plans[n].configuration not in timed), None)
+            if inexact:
+                configurations = [self.asked[plans[n].configuration] for n in inexact]
+                evaluated = self.cache.evaluated(
+                    configurations, [math.inf] * len(configurations), evaluate_all, "times"
+                )
+                for n, configuration, plan in zip(inexact, configurations, evaluated, strict=True):
+                    plans[n], self.asked[plan.configuration] = plan, configuration
+                    exact.add(plan.configuration)
             elif first is not None:
                 plans[first] = self.cache.whole(plans[first], partial(timed_whole, self.problem))
-                whole.add(plans[first].configuration)
+                timed.add(plans[first].configuration)
             else:
                 return
 
     def _leading(self) -> Collection[int]:
         """Return the places of the fastest plan, or of that of every mode."""
         leading: dict[str | None, int] = {}
-        for place, plan in enumerate(self.found.plans):
-            leading.setdefault(_mode(plan.configuration) if self.each else None, place)
+        for position, plan in enumerate(self.found.plans):
+            leading.setdefault(_mode(plan.configuration) if self.each else None, position)
         return leading.values()
 
     def _push_layouts(self, sizes: _Sizes) -> None:
@@ -418,58 +420,58 @@ class _Search:
             limits += [self.best_of.get(mode, math.inf) for mode in modes if mode is not None]
         return WORTH * max(limits)
 
-    def _expected(self, one: Configuration) -> float:
+    def _expected(self, configuration: Configuration) -> float:
         """Return the bound on the step with the empirical factor."""
-        known = [self.losses[family] for family in _families(one)] if one.recipe.devices > 1 else []
+        known = [self.losses[family] for family in _families(configuration)] if configuration.recipe.devices > 1 else []
         loss = max((min(losses) for losses in known if len(losses) >= ENOUGH), default=1.0)
-        return self.sharp[one] * (1 + LOSS_SHARE * (loss - 1))
+        return self.sharp[configuration] * (1 + LOSS_SHARE * (loss - 1))
 
     def _open(self, sizes: _Sizes) -> None:
         """Compute bounds of all configurations of the layout with the fewest sequences per microbatch that may be fast
         enough; the others are opened later, if any of these may fit."""
         limit, may_fit = self._limit(*self.space.vocabularies), False
-        (_, layout), *larger = (one for one in sizes if one[0] < limit)
+        (_, layout), *larger = (entry for entry in sizes if entry[0] < limit)
         if reason := refuses(self.problem, self.space, layout):
             self.found.refused[reason] += 1 + len(larger)
             return
-        for one in configurations(self.problem, self.space, layout, head_layers(self.problem, layout)):
+        for configuration in configurations(self.problem, self.space, layout, head_layers(self.problem, layout)):
             self.found.bounded += 1
-            if self._skip(one):
+            if self._skip(configuration):
                 continue
-            bound = work_bound(self.problem, one)
+            bound = work_bound(self.problem, configuration)
             if bound.lacking:
-                self._reject(one, bound)
+                self._reject(configuration, bound)
             else:
                 may_fit = True
-                self._push(bound.seconds, one)
+                self._push(bound.seconds, configuration)
         if may_fit:
             self._push_layouts(larger)
 
-    def _skip(self, one: Configuration) -> bool:
-        return one.recipe.batch.microbatch_size >= self.too_large.get(_all_but_size(one), math.inf)
+    def _skip(self, configuration: Configuration) -> bool:
+        return configuration.recipe.batch.microbatch_size >= self.too_large.get(_all_but_size(configuration), math.inf)
 
-    def _reject(self, one: Configuration, bound: Bound) -> None:
-        self.found.rejected.append(Rejected(one.recipe, one, bound))
-        self._does_not_fit(one)
+    def _reject(self, configuration: Configuration, bound: Bound) -> None:
+        self.found.rejected.append(Rejected(configuration.recipe, configuration, bound))
+        self._does_not_fit(configuration)
 
-    def _does_not_fit(self, one: Configuration) -> None:
-        key, size = _all_but_size(one), one.recipe.batch.microbatch_size
+    def _does_not_fit(self, configuration: Configuration) -> None:
+        key, size = _all_but_size(configuration), configuration.recipe.batch.microbatch_size
         self.too_large[key] = min(size, self.too_large.get(key, size))
 
     def _take(self, evaluation: Evaluation) -> None:
-        found, one = self.found, evaluation.configuration
-        found.evaluated += 1
+        result, configuration = self.found, evaluation.configuration
+        result.evaluated += 1
         if not evaluation.fits:
-            found.failed.append(evaluation)
+            result.failed.append(evaluation)
             if not evaluation.fault:
-                self._does_not_fit(one)
+                self._does_not_fit(configuration)
             return
         if evaluation.late:
             return
-        insort(found.plans, evaluation, key=_place)
+        insort(result.plans, evaluation, key=_place)
         self.times.append(evaluation.seconds)
         self.times.sort()
-        mode = _mode(one)
+        mode = _mode(configuration)
         if mode is not None:
             self.best_of[mode] = min(evaluation.seconds, self.best_of.get(mode, math.inf))
 
@@ -484,21 +486,29 @@ def _place(plan: Evaluation) -> tuple[float, str]:
     return plan.seconds, plan.configuration.name
 
 
-def _mode(one: Configuration) -> str | None:
+def _mode(configuration: Configuration) -> str | None:
     """Return the vocabulary mode of a pipeline; None for a single device."""
-    return one.recipe.vocabulary if one.recipe.devices > 1 else None
+    return configuration.recipe.vocabulary if configuration.recipe.devices > 1 else None
 
 
-def _families(one: Configuration) -> tuple[Any, Any]:
+def _families(configuration: Configuration) -> tuple[Any, Any]:
     """Return what those have in common that lose similar shares: with any vocabulary mode, and with the same."""
-    recipe = one.recipe
-    family = one.schedule, recipe.schedule_options, one.offload, recipe.devices, recipe.slices
+    recipe = configuration.recipe
+    family = configuration.schedule, recipe.schedule_options, configuration.offload, recipe.devices, recipe.slices
     return family, (*family, recipe.vocabulary)
 
 
-def _all_but_size(one: Configuration) -> Any:
-    recipe, keeps = one.recipe, (one.checkpointing, one.offload, one.host_share, one.recipe.slices)
-    return _axes(recipe), one.schedule, recipe.schedule_options, recipe.vocabulary, one.layers_per_stage, keeps
+def _all_but_size(configuration: Configuration) -> Any:
+    recipe = configuration.recipe
+    memory_fields = configuration.checkpointing, configuration.offload, configuration.host_share, recipe.slices
+    return (
+        _axes(recipe),
+        configuration.schedule,
+        recipe.schedule_options,
+        recipe.vocabulary,
+        configuration.layers_per_stage,
+        memory_fields,
+    )
 
 
 def _axes(recipe: Recipe) -> Any:
@@ -550,8 +560,8 @@ def _undivided() -> AbstractContextManager[object]:
 @contextmanager
 def _holding(when: Callable[[FrameType | None], bool]) -> Iterator[Callable[[], None]]:
     """Hold Ctrl-C back when it comes in such a frame. Yields a function that lets it through, as the end does."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
         yield lambda: None
         return
     held: list[FrameType | None] = []
@@ -560,19 +570,19 @@ def _holding(when: Callable[[FrameType | None], bool]) -> Iterator[Callable[[], 
         if when(frame):
             held.append(frame)
         else:
-            before(number, frame)
+            previous(number, frame)
 
     def answer() -> None:
         if held:
             frame = held[0]
             held.clear()
-            before(signal.SIGINT, frame)
+            previous(signal.SIGINT, frame)
 
     signal.signal(signal.SIGINT, handle)
     try:
         yield answer
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
         answer()
 
 
@@ -595,7 +605,10 @@ def _evaluate_in(
 ) -> Iterator[Evaluation]:
     """Evaluate in worker processes, with a look at the watch while they compute."""
     with _undivided():
-        running = [executor.submit(_evaluate_here, one, limit, by) for one, limit in zip(batch, limits, strict=True)]
+        running = [
+            executor.submit(_evaluate_here, configuration, limit, by)
+            for configuration, limit in zip(batch, limits, strict=True)
+        ]
     for future in running:
         while not future.done():
             watch.look()
@@ -604,11 +617,11 @@ def _evaluate_in(
         yield future.result()
 
 
-def _evaluate_here(one: Configuration, limit: float, by: ArrangedBy) -> Evaluation:
+def _evaluate_here(configuration: Configuration, limit: float, by: ArrangedBy) -> Evaluation:
     assert _problem is not None
     _idle.release()
     try:
-        return evaluate(replace(_problem, arranged_by=by), one, limit)
+        return evaluate(replace(_problem, arranged_by=by), configuration, limit)
     finally:
         _idle.acquire()
 
@@ -621,10 +634,10 @@ def _evaluate_alone(
     watch: _Watch | None = None,
 ) -> Iterator[Evaluation]:
     """Evaluate in this process."""
-    for one, limit in zip(batch, limits, strict=True):
+    for configuration, limit in zip(batch, limits, strict=True):
         if watch is not None:
             watch.look()
-        yield evaluate(replace(problem, arranged_by=by), one, limit)
+        yield evaluate(replace(problem, arranged_by=by), configuration, limit)
 
 
 def cores() -> int:

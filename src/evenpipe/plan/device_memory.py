@@ -50,12 +50,12 @@ def device_use(problem: Problem, configuration: Configuration, program: Program,
     share = configuration.host_share or 0.0
     settings = settings_of(problem.description, recipe, offloaded=share, **how_estimated(problem))
     source.parameters.check(recipe.parallelism.tp)
-    found = device_estimate(source, source.planned(recipe), settings, device, problem.memory_bytes)
+    estimate = device_estimate(source, source.planned(recipe), settings, device, problem.memory_bytes)
     return DeviceUse(
-        peak_bytes=found.peak_allocated,
-        spare=problem.memory_bytes - round(found.process.process.most),
-        event=found.binding_event,
-        host_bytes=found.host,
+        peak_bytes=estimate.peak_allocated,
+        spare=problem.memory_bytes - round(estimate.process.process.most),
+        event=estimate.binding_event,
+        host_bytes=estimate.host,
     )
 
 
@@ -117,16 +117,16 @@ def state_floor(problem: Problem, layout: Recipe, parameters: Parameters, host_s
 def _floor_of_each(problem: Problem, layout: Recipe, replicas: int, host_share: float) -> StateFloor:
     """Return the same for a parameter that so many replicas have in common."""
     parallelism, framework = layout.parallelism, problem.framework
-    many = 10**6
-    held, dtypes = Held(elements=many, optimized=Trained(elements=many)), problem.dtypes
+    elements = 10**6
+    held, dtypes = Held(elements=elements, optimized=Trained(elements=elements)), problem.dtypes
     zero = parallelism.zero
     casts: Casts = "instead" if problem.kernels.parameters == "cast" else "none"
     state = state_bytes(held, dtypes, framework, zero=zero, replicas=replicas, casts=casts, offloaded=host_share)
     if framework.gradients_exist:
-        return StateFloor(state.total / many, 0.0, 0.0)
-    part = part_bytes(held, dtypes, framework, zero=zero, replicas=replicas)
+        return StateFloor(state.total / elements, 0.0, 0.0)
+    buffers = part_bytes(held, dtypes, framework, zero=zero, replicas=replicas)
     always, gathered = state.total - state.gradients, 0
-    if part.reduced is not None and not parallelism.reshard and parallelism.prefetch is None:
-        summed = min(part.gathered, part.reduced - part.gradients)  # gathered, and later summed
-        always, gathered = always + summed, part.gathered - summed
-    return StateFloor(always / many, part.gradients / many, gathered / many)
+    if buffers.reduced is not None and not parallelism.reshard and parallelism.prefetch is None:
+        summed = min(buffers.gathered, buffers.reduced - buffers.gradients)  # gathered, and later summed
+        always, gathered = always + summed, buffers.gathered - summed
+    return StateFloor(always / elements, buffers.gradients / elements, gathered / elements)

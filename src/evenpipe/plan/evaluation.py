@@ -132,16 +132,18 @@ def evaluate(problem: Problem, configuration: Configuration, limit: float = math
     if resident.fault or not (resident.kept or not resident.fits):
         return resident
     share = _share_on_host(problem, resident)
-    other = _evaluate(problem, replace(configuration, host_share=share), min(limit, resident.seconds))
-    return other if other.fits and (not resident.fits or other.seconds < resident.seconds) else resident
+    offloaded = _evaluate(problem, replace(configuration, host_share=share), min(limit, resident.seconds))
+    return offloaded if offloaded.fits and (not resident.fits or offloaded.seconds < resident.seconds) else resident
 
 
 def _share_on_host(problem: Problem, resident: Evaluation) -> float:
     """Return the least share, in quarters, with which everything else certainly fits on the devices; else 1."""
-    one, uses = resident.configuration, resident.kept or resident.devices
-    parameters = parameters_per_device(problem, one)
-    lacking = max(-use.spare / _moments(problem, one.recipe, held) for use, held in zip(uses, parameters, strict=True))
-    return min(1.0, math.ceil(SHARES * lacking) / SHARES)
+    configuration, uses = resident.configuration, resident.kept or resident.devices
+    parameters = parameters_per_device(problem, configuration)
+    share = max(
+        -use.spare / _moments(problem, configuration.recipe, held) for use, held in zip(uses, parameters, strict=True)
+    )
+    return min(1.0, math.ceil(SHARES * share) / SHARES)
 
 
 def _evaluate(problem: Problem, configuration: Configuration, limit: float) -> Evaluation:
@@ -152,15 +154,15 @@ def _evaluate(problem: Problem, configuration: Configuration, limit: float) -> E
         quickest = timed(problem, _without_recomputation(configuration), limit) if known else None
         if quickest is not None and quickest.late:
             return replace(quickest, configuration=configuration)
-        held = _memory(problem, configuration, configuration.steps[0], limit)
+        memory = _memory(problem, configuration, configuration.steps[0], limit)
     except InputError as error:
         return Evaluation(configuration=configuration, devices=(), fault=str(error))
-    if not held.fits or held.late:
-        return replace(held, configuration=configuration)
-    one = held.configuration
-    if quickest is None or set(one.checkpointing) != set(quickest.configuration.checkpointing):
-        quickest = timed(problem, one, limit)
-    return replace(quickest, configuration=one, devices=held.devices, kept=held.kept)
+    if not memory.fits or memory.late:
+        return replace(memory, configuration=configuration)
+    decided = memory.configuration
+    if quickest is None or set(decided.checkpointing) != set(quickest.configuration.checkpointing):
+        quickest = timed(problem, decided, limit)
+    return replace(quickest, configuration=decided, devices=memory.devices, kept=memory.kept)
 
 
 def _without_recomputation(configuration: Configuration) -> Configuration:
@@ -177,8 +179,8 @@ def timed_whole(problem: Problem, plan: Evaluation) -> Evaluation:
     sizes = (plan.configuration.recipe.microbatches,)
     if plan.configuration.steps[-1:] == sizes:
         return plan
-    whole = timed(problem, plan.configuration, sizes=sizes)
-    return replace(plan, seconds=whole.seconds, pipeline_seconds=whole.pipeline_seconds)
+    simulated = timed(problem, plan.configuration, sizes=sizes)
+    return replace(plan, seconds=simulated.seconds, pipeline_seconds=simulated.pipeline_seconds)
 
 
 def timed(
@@ -191,37 +193,42 @@ def timed(
     """Evaluate only the time of an evaluated configuration, or of one without copies with one checkpointing policy per
     layer. `limit` as for `evaluate`. sizes: microbatches of the steps that are simulated, as of `short_steps`."""
     recipe, sizes = configuration.recipe, sizes or configuration.steps
-    found = _with_least_work(problem, configuration)
-    if found.seconds >= limit:
-        return found
+    evaluation = _with_least_work(problem, configuration)
+    if evaluation.seconds >= limit:
+        return evaluation
     program = problem.arranged(recipe, sizes[0])
     costs = costs_of(problem, configuration)
     busy = work_of(program, costs)
-    least, times = max(busy) * recipe.microbatches, list[float]()
+    pipeline_seconds, times = max(busy) * recipe.microbatches, list[float]()
     for size in sizes:
-        if least + found.end_seconds >= limit:
+        if pipeline_seconds + evaluation.end_seconds >= limit:
             break
         times.append(makespan(problem.arranged(recipe, size), costs))
-        least = max(least, times[-1] + max(busy) * (recipe.microbatches - size))
+        pipeline_seconds = max(pipeline_seconds, times[-1] + max(busy) * (recipe.microbatches - size))
     else:
-        least = extended(times, sizes, recipe.microbatches, max(busy))
-        found = replace(found, late=False)
-    return replace(found, busy=tuple(busy), seconds=least + found.end_seconds, pipeline_seconds=least)
+        pipeline_seconds = extended(times, sizes, recipe.microbatches, max(busy))
+        evaluation = replace(evaluation, late=False)
+    return replace(
+        evaluation,
+        busy=tuple(busy),
+        seconds=pipeline_seconds + evaluation.end_seconds,
+        pipeline_seconds=pipeline_seconds,
+    )
 
 
 def _with_least_work(problem: Problem, configuration: Configuration) -> Evaluation:
     """Return what is known of the time without an order: the step is at least the work of the busiest device."""
     busy = least_work(problem, configuration)
     plain = least_work(problem, configuration.decided(activation_checkpointing="none"))
-    least, end = max(busy) * configuration.recipe.microbatches, end_seconds(problem, configuration)
+    pipeline_seconds, end = max(busy) * configuration.recipe.microbatches, end_seconds(problem, configuration)
     return Evaluation(
         configuration=configuration,
         devices=(),
-        seconds=least + end,
-        pipeline_seconds=least,
+        seconds=pipeline_seconds + end,
+        pipeline_seconds=pipeline_seconds,
         end_seconds=end,
         busy=tuple(busy),
-        again=tuple(max(0.0, one - without) for one, without in zip(busy, plain, strict=True)),
+        again=tuple(max(0.0, total - plain_seconds) for total, plain_seconds in zip(busy, plain, strict=True)),
         late=True,
     )
 
@@ -232,8 +239,10 @@ def _with_least_work(problem: Problem, configuration: Configuration) -> Evaluati
 def work_of(program: Program, costs: Costs) -> list[float]:
     """Return the seconds in passes per microbatch, per device."""
     order, times = program.order, PassTimes(costs, program.placement, program.slices)
-    whole = [math.fsum(times.of(item, device) for item in order.passes(device)) for device in range(order.devices)]
-    return [seconds / order.microbatches for seconds in whole]
+    seconds_per_device = [
+        math.fsum(times.of(item, device) for item in order.passes(device)) for device in range(order.devices)
+    ]
+    return [seconds / order.microbatches for seconds in seconds_per_device]
 
 
 def least_work(problem: Problem, configuration: Configuration) -> list[float]:
@@ -254,21 +263,21 @@ def _least_work(problem: Problem, configuration: Configuration) -> list[float]:
         work[device] += forward[stage] + min(backward[stage], inputs[stage] + weights[stage])
     if configuration.recipe.mode.sharded:
         for times in costs.device_times(placement).values():
-            work = [done + more for done, more in zip(work, times or (), strict=True)]
+            work = [seconds + extra for seconds, extra in zip(work, times or (), strict=True)]
     return [slices * seconds for seconds in work]
 
 
 def end_seconds(problem: Problem, configuration: Configuration) -> float:
     """Return the time after the last pass, on the device with the most parameters. All devices are busy with it."""
-    recipe, held = configuration.recipe, parameters_per_device(problem, configuration)
-    device = max(range(len(held)), key=lambda device: held[device].all)
-    most, setting = held[device], problem.setting(recipe, together=True)
-    beside = beside_exchange(problem, configuration, device)
-    seconds = step_end_seconds(most, setting, zero=recipe.parallelism.zero, beside=beside)
+    recipe, parameters = configuration.recipe, parameters_per_device(problem, configuration)
+    device = max(range(len(parameters)), key=lambda device: parameters[device].all)
+    largest, setting = parameters[device], problem.setting(recipe, together=True)
+    overlapped = beside_exchange(problem, configuration, device)
+    seconds = step_end_seconds(largest, setting, zero=recipe.parallelism.zero, beside=overlapped)
     if not configuration.host_share:
         return seconds
     # Moments on the host are copied in and out at the same time, while the update itself takes less (`HostAdamW`).
-    moved = configuration.host_share * _moments(problem, recipe, most)
+    moved = configuration.host_share * _moments(problem, recipe, largest)
     return seconds + moved / problem.hardware.host_bandwidth
 
 
@@ -300,8 +309,8 @@ def exchanged_parts(problem: Problem, layout: Recipe) -> tuple[bool, bool]:
 
 def _moments(problem: Problem, recipe: Recipe, parameters: Parameters) -> float:
     """Return the bytes of a device's moments, which may be on the host."""
-    here, on_host = (state_floor(problem, recipe, parameters, share)[0] for share in (0.0, 1.0))
-    return here - on_host
+    on_device, on_host = (state_floor(problem, recipe, parameters, share)[0] for share in (0.0, 1.0))
+    return on_device - on_host
 
 
 def parameters_per_device(problem: Problem, configuration: Configuration) -> list[Parameters]:
@@ -316,8 +325,8 @@ def parameters_per_device(problem: Problem, configuration: Configuration) -> lis
 def _parameters_per_device(problem: Problem, configuration: Configuration) -> list[Parameters]:
     recipe, placement = configuration.recipe, configuration.placement
     works = [[problem.works[layer] for layer in layers] for layers in layers_of_devices(configuration)]
-    held = [float(sum(work.parameters - work.expert_parameters for work in own)) for own in works]
-    experts = [sum(work.expert_parameters for work in own) / recipe.parallelism.ep for own in works]
+    held = [float(sum(work.parameters - work.expert_parameters for work in device_works)) for device_works in works]
+    experts = [sum(work.expert_parameters for work in device_works) / recipe.parallelism.ep for device_works in works]
     ranks = recipe.parallelism.tp
     if recipe.mode.sharded:
         held = [count + ranks * vocabulary_shard(problem, recipe).others for count in held]
@@ -326,126 +335,140 @@ def _parameters_per_device(problem: Problem, configuration: Configuration) -> li
         held[placement.first_device] += matrix
         if not problem.description.tied or placement.first_device != placement.last_device:
             held[placement.last_device] += matrix
-    return [Parameters(count / ranks, more / ranks) for count, more in zip(held, experts, strict=True)]
+    return [Parameters(count / ranks, expert_count / ranks) for count, expert_count in zip(held, experts, strict=True)]
 
 
 def vocabulary_shard(problem: Problem, recipe: Recipe) -> Parameters:
     """Return the parameters of vocabulary layers on each device of a pipeline that shards them."""
     matrices, description = 1 if problem.description.tied else 2, problem.description
-    whole = float(matrices * description.vocabulary_size * description.hidden_size)
-    return Parameters(whole / recipe.devices / recipe.parallelism.tp, 0.0)
+    elements = float(matrices * description.vocabulary_size * description.hidden_size)
+    return Parameters(elements / recipe.devices / recipe.parallelism.tp, 0.0)
 
 
 # --- memory --------------------------------------------------------------------------------------------------
 
 
-def _memory(problem: Problem, one: Configuration, microbatches: int, limit: float) -> Evaluation:
+def _memory(problem: Problem, configuration: Configuration, microbatches: int, limit: float) -> Evaluation:
     """Return the memory of a configuration, with its policies and copies; that of a late one is not computed."""
-    if one.offload != LEAST:
-        return _recomputing(problem, one, microbatches, limit)
-    policies = _given(problem, one) or ("none",) * problem.layers
-    scheduled = _held(problem, one.with_offload("scheduled"), policies, microbatches)
+    if configuration.offload != LEAST:
+        return _recomputing(problem, configuration, microbatches, limit)
+    policies = _given(problem, configuration) or ("none",) * problem.layers
+    scheduled = _held(problem, configuration.with_offload("scheduled"), policies, microbatches)
     if scheduled.fits:
         return scheduled
-    return replace(_recomputing(problem, one.with_offload("free"), microbatches, limit), kept=scheduled.devices)
+    return replace(
+        _recomputing(problem, configuration.with_offload("free"), microbatches, limit), kept=scheduled.devices
+    )
 
 
-def _given(problem: Problem, one: Configuration) -> tuple[str, ...] | None:
+def _given(problem: Problem, configuration: Configuration) -> tuple[str, ...] | None:
     """Return policies, one per layer; None if they are open."""
-    return None if "activation_checkpointing" in one.open else one.recipe.checkpointing_of(problem.layers)
+    return (
+        None
+        if "activation_checkpointing" in configuration.open
+        else configuration.recipe.checkpointing_of(problem.layers)
+    )
 
 
 def _held(
-    problem: Problem, one: Configuration, policies: tuple[str, ...], microbatches: int, *, quick: bool = False
+    problem: Problem, configuration: Configuration, policies: tuple[str, ...], microbatches: int, *, quick: bool = False
 ) -> Evaluation:
     """Return the memory with these policies; `quick`: in an order arranged without recomputation, which is arranged
     only once for all policies and holds about as much."""
-    one = one.decided(activation_checkpointing=policies)
-    if one.moves:
-        one = _with_copies(problem, one, microbatches)
-    recipe = one.decided(activation_checkpointing="none").recipe if quick else one.recipe
-    devices = device_uses(problem, one, problem.arranged(recipe, microbatches))
-    return Evaluation(configuration=one, devices=devices)
+    configuration = configuration.decided(activation_checkpointing=policies)
+    if configuration.moves:
+        configuration = _with_copies(problem, configuration, microbatches)
+    recipe = configuration.decided(activation_checkpointing="none").recipe if quick else configuration.recipe
+    devices = device_uses(problem, configuration, problem.arranged(recipe, microbatches))
+    return Evaluation(configuration=configuration, devices=devices)
 
 
-def _with_copies(problem: Problem, one: Configuration, microbatches: int) -> Configuration:
+def _with_copies(problem: Problem, configuration: Configuration, microbatches: int) -> Configuration:
     """Return the configuration with the time of a copy of each stage on this hardware, also relative to its forward and
     backward."""
-    program = problem.arranged(one.with_offload("none").recipe, microbatches)
-    sizes = copied(problem, one, program)
+    program = problem.arranged(configuration.with_offload("none").recipe, microbatches)
+    sizes = copied(problem, configuration, program)
     seconds = tuple(size / problem.hardware.host_bandwidth for size in sizes)
-    times = costs_of(problem, one).stage_times(one.placement)
+    times = costs_of(problem, configuration).stage_times(configuration.placement)
     forward, backward = times[Kind.F], times[Kind.B]
     assert forward is not None and backward is not None
     shares = (
-        copy / (ahead + back) if ahead + back else 0.0  # a stage without layers
-        for copy, ahead, back in zip(seconds, forward, backward, strict=True)
+        copy / (forward_seconds + backward_seconds)
+        if forward_seconds + backward_seconds
+        else 0.0  # a stage without layers
+        for copy, forward_seconds, backward_seconds in zip(seconds, forward, backward, strict=True)
     )
     rounded = tuple(math.ceil(COPY_STEPS * share) / COPY_STEPS for share in shares)
-    return replace(one.with_offload(one.offload, copy_time=rounded), copy_seconds=seconds)
+    return replace(configuration.with_offload(configuration.offload, copy_time=rounded), copy_seconds=seconds)
 
 
-def _recomputing(problem: Problem, one: Configuration, microbatches: int, limit: float) -> Evaluation:
+def _recomputing(problem: Problem, configuration: Configuration, microbatches: int, limit: float) -> Evaluation:
     """Return the memory with as little recomputation as needed, if that is open."""
-    given = _given(problem, one)
-    if given is not None:
-        return _held(problem, one, given, microbatches)
-    none = _held(problem, one, ("none",) * problem.layers, microbatches)
-    if none.fits:
-        return none
-    held, ladders, steps = layers_of_devices(one), dict[int, list[tuple[str, ...]]](), dict[int, int]()
+    fixed_policies = _given(problem, configuration)
+    if fixed_policies is not None:
+        return _held(problem, configuration, fixed_policies, microbatches)
+    keeping_all = _held(problem, configuration, ("none",) * problem.layers, microbatches)
+    if keeping_all.fits:
+        return keeping_all
+    device_layers, ladders, steps = (
+        layers_of_devices(configuration),
+        dict[int, list[tuple[str, ...]]](),
+        dict[int, int](),
+    )
 
     def policies() -> tuple[str, ...]:
-        found = ["none"] * problem.layers
+        chosen = ["none"] * problem.layers
         for device, step in steps.items():
-            for layer, policy in zip(held[device], ladders[device][step], strict=True):
-                found[layer] = policy
-        return tuple(found)
+            for layer, policy in zip(device_layers[device], ladders[device][step], strict=True):
+                chosen[layer] = policy
+        return tuple(chosen)
 
     # In an order arranged without recomputation, which holds about as much.
-    program = problem.arranged(none.configuration.decided(activation_checkpointing="none").recipe, microbatches)
+    program = problem.arranged(keeping_all.configuration.decided(activation_checkpointing="none").recipe, microbatches)
 
     def use(device: int, step: int) -> DeviceUse:
         steps[device] = step
-        return device_use(problem, none.configuration.decided(activation_checkpointing=policies()), program, device)
+        return device_use(
+            problem, keeping_all.configuration.decided(activation_checkpointing=policies()), program, device
+        )
 
     def fits(device: int, step: int) -> bool:
         return use(device, step).fits
 
-    for device, kept in enumerate(none.devices):
-        if kept.fits:
+    for device, memory in enumerate(keeping_all.devices):
+        if memory.fits:
             continue
-        count = len(held[device])
+        count = len(device_layers[device])
         ladders[device] = _ladder(count)
-        if use(device, count).peak_bytes >= kept.peak_bytes:  # the host holds more for "none" than this accounts for
+        if use(device, count).peak_bytes >= memory.peak_bytes:  # the host holds more for "none" than this accounts for
             ladders[device] = _ladder(count, between="none")
         last = len(ladders[device]) - 1
         if not fits(device, last):
-            full = _held(problem, one, ("full",) * problem.layers, microbatches, quick=True)
-            return replace(full, kept=none.devices)
+            full = _held(problem, configuration, ("full",) * problem.layers, microbatches, quick=True)
+            return replace(full, kept=keeping_all.devices)
         steps[device] = bisect_left(range(last), True, 1, key=partial(fits, device))
-    fewest = _with_least_work(problem, one.decided(activation_checkpointing=policies()))
-    if fewest.seconds >= limit:
-        return fewest
+    lower_bound = _with_least_work(problem, configuration.decided(activation_checkpointing=policies()))
+    if lower_bound.seconds >= limit:
+        return lower_bound
 
     def tried() -> Evaluation:
-        return replace(_held(problem, one, policies(), microbatches), kept=none.devices)
+        return replace(_held(problem, configuration, policies(), microbatches), kept=keeping_all.devices)
 
-    some = tried()
-    while lacking := [device for device, use in enumerate(some.devices) if not use.fits]:
-        if all(device in steps and steps[device] == len(ladders[device]) - 1 for device in lacking):
-            return some
-        for device in lacking:
-            ladders.setdefault(device, _ladder(len(held[device])))
+    attempt = tried()
+    while overfull := [device for device, use in enumerate(attempt.devices) if not use.fits]:
+        if all(device in steps and steps[device] == len(ladders[device]) - 1 for device in overfull):
+            return attempt
+        for device in overfull:
+            ladders.setdefault(device, _ladder(len(device_layers[device])))
             steps[device] = min(steps.get(device, 0) + 1, len(ladders[device]) - 1)
-        some = tried()
-    while one.moves and any(steps.values()):  # copies take less time, and are more, if less is recomputed
+        attempt = tried()
+    while configuration.moves and any(steps.values()):  # copies take less time, and are more, if less is recomputed
         steps = {device: max(0, step - 1) for device, step in steps.items()}
-        less = tried()
-        if not less.fits:
+        lighter = tried()
+        if not lighter.fits:
             break
-        some = less
-    return some
+        attempt = lighter
+    return attempt
 
 
 def _ladder(layers: int, between: str = "selective") -> list[tuple[str, ...]]:
@@ -453,8 +476,8 @@ def _ladder(layers: int, between: str = "selective") -> list[tuple[str, ...]]:
     they keep only their input."""
     steps = [("none", between)] * (between != "none") + [(between, "full")]
     ladder = [("none",) * layers]
-    for before, after in steps:
-        ladder += [(after,) * count + (before,) * (layers - count) for count in range(1, layers + 1)]
+    for weaker, stronger in steps:
+        ladder += [(stronger,) * count + (weaker,) * (layers - count) for count in range(1, layers + 1)]
     return ladder
 
 

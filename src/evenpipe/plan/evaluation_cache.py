@@ -53,15 +53,19 @@ class EvaluationCache:
     ) -> Iterator[Evaluation]:
         """Yield evaluations of `batch` in its order, evaluating the unknown ones together. An abandoned one counts as
         known if it is beyond today's limit too."""
-        keys = {one: f"{by} {one!r}" for one in batch}
-        unknown = {one: most for one, most in zip(batch, limits, strict=True) if not self._knows(keys[one], most)}
+        keys = {configuration: f"{by} {configuration!r}" for configuration in batch}
+        unknown = {
+            configuration: limit
+            for configuration, limit in zip(batch, limits, strict=True)
+            if not self._knows(keys[configuration], limit)
+        }
         evaluations = iter(evaluate_all(list(unknown), list(unknown.values()), by) if unknown else ())
         self.hits += len(batch) - len(unknown)
-        for one in batch:
-            if one in unknown:
-                del unknown[one]
-                self._entries[keys[one]] = _to_entry(next(evaluations))
-            yield _from_entry(one, self._entries[keys[one]])
+        for configuration in batch:
+            if configuration in unknown:
+                del unknown[configuration]
+                self._entries[keys[configuration]] = _to_entry(next(evaluations))
+            yield _from_entry(configuration, self._entries[keys[configuration]])
 
     def whole(self, plan: Evaluation, time: Callable[[Evaluation], Evaluation]) -> Evaluation:
         """Return a plan with the time of its whole step, which `time` finds out once."""
@@ -94,16 +98,16 @@ def _to_entry(evaluation: Evaluation) -> dict[str, Any]:
     return entry
 
 
-def _from_entry(one: Configuration, entry: dict[str, Any]) -> Evaluation:
-    given = _tuples(entry)
+def _from_entry(requested: Configuration, entry: dict[str, Any]) -> Evaluation:
+    fields = _tuples(entry)
     recipe = replace(
-        one.recipe,
-        activation_checkpointing=given.pop("checkpointing"),
-        offload=OffloadOptions(**_tuples(given.pop("offload"))),
+        requested.recipe,
+        activation_checkpointing=fields.pop("checkpointing"),
+        offload=OffloadOptions(**_tuples(fields.pop("offload"))),
     )
-    configuration = replace(one, recipe=recipe, **_tuples(given.pop("configuration")))
-    given |= {name: tuple(DeviceUse(**device) for device in given[name]) for name in ("devices", "kept")}
-    return Evaluation(configuration=configuration, **given)
+    configuration = replace(requested, recipe=recipe, **_tuples(fields.pop("configuration")))
+    fields |= {name: tuple(DeviceUse(**device) for device in fields[name]) for name in ("devices", "kept")}
+    return Evaluation(configuration=configuration, **fields)
 
 
 def _tuples(entry: dict[str, Any]) -> dict[str, Any]:

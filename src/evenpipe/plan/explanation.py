@@ -83,25 +83,29 @@ class Explanation:
     @property
     def best(self) -> Evaluation:
         """Return the fastest one that fits; the usual one if none does."""
-        return min((one for one in self.all if one.fits), key=lambda one: one.seconds, default=self.usual)
+        return min(
+            (evaluation for evaluation in self.all if evaluation.fits),
+            key=lambda evaluation: evaluation.seconds,
+            default=self.usual,
+        )
 
     @property
     def gains(self) -> dict[str, tuple[Evaluation, float]]:
         """Return what the best one gains over others that differ from it only in one thing, "shards" or "schedule", as
         (the other, ratio of steps): without shards, and with the usual schedule."""
         best = self.best.configuration
-        found: dict[str, tuple[Evaluation, float]] = {}
-        for one in self.others:
-            other = one.configuration
-            same_schedule = other.schedule == best.schedule
-            same_mode = other.recipe.vocabulary == best.recipe.vocabulary
-            if math.isinf(one.seconds) or same_schedule == same_mode:
+        gains: dict[str, tuple[Evaluation, float]] = {}
+        for evaluation in self.others:
+            configuration = evaluation.configuration
+            same_schedule = configuration.schedule == best.schedule
+            same_mode = configuration.recipe.vocabulary == best.recipe.vocabulary
+            if math.isinf(evaluation.seconds) or same_schedule == same_mode:
                 continue
-            if same_schedule and best.recipe.mode.sharded and not other.recipe.mode.sharded:
-                found["shards"] = one, one.seconds / self.best.seconds
-            if same_mode and other.schedule == USUAL[0]:
-                found["schedule"] = one, one.seconds / self.best.seconds
-        return found
+            if same_schedule and best.recipe.mode.sharded and not configuration.recipe.mode.sharded:
+                gains["shards"] = evaluation, evaluation.seconds / self.best.seconds
+            if same_mode and configuration.schedule == USUAL[0]:
+                gains["schedule"] = evaluation, evaluation.seconds / self.best.seconds
+        return gains
 
     @property
     def arranging_gain(self) -> float:
@@ -116,14 +120,14 @@ class Explanation:
 
     def timelines(self) -> dict[str, Timeline]:
         """Return short steps of the usual mode and of vocab-2 in the same schedule, for a picture. Times in seconds."""
-        found = {}
-        for one in (one.configuration for one in self.all if not one.fault):
-            recipe = one.recipe
-            if one.schedule == USUAL[0] and recipe.vocabulary in (USUAL[1], "vocab-2"):
+        timelines = {}
+        for configuration in (evaluation.configuration for evaluation in self.all if not evaluation.fault):
+            recipe = configuration.recipe
+            if configuration.schedule == USUAL[0] and recipe.vocabulary in (USUAL[1], "vocab-2"):
                 program = self.problem.arranged(recipe, min(recipe.microbatches, DRAWN * recipe.devices))
-                timeline = simulate(program, costs_of(self.problem, one)).timeline
-                found[f"{one.schedule}, {recipe.vocabulary}"] = timeline
-        return found
+                timeline = simulate(program, costs_of(self.problem, configuration)).timeline
+                timelines[f"{configuration.schedule}, {recipe.vocabulary}"] = timeline
+        return timelines
 
     def to_dict(self) -> dict[str, Any]:
         problem = self.problem
@@ -138,7 +142,7 @@ class Explanation:
             "arranging_gain": self.arranging_gain,
             "gains": {name: gain for name, (_, gain) in self.gains.items()},
             "usual": self.usual.to_dict(),
-            "others": [one.to_dict() for one in self.others],
+            "others": [evaluation.to_dict() for evaluation in self.others],
             "next": list(self.commands()),
         }
 
@@ -169,67 +173,75 @@ class Explanation:
 
     def _devices(self) -> Iterator[str]:
         """Return the imbalance of the usual configuration, device by device."""
-        one = self.usual
+        usual = self.usual
         yield f"Out of balance: {' + '.join(USUAL)}"
-        if one.fault:
-            yield f"  {one.fault}"
+        if usual.fault:
+            yield f"  {usual.fault}"
             return
-        if not one.busy:
+        if not usual.busy:
             yield "  does not fit, even with full recomputation"
-        times = one.busy or (0.0,) * len(one.devices)
-        most, mean = max(times), sum(times) / len(times)
-        held = one.configuration.layers_per_stage  # a stage is a device
-        for device, (time, use) in enumerate(zip(times, one.devices, strict=True)):
-            bar = "#" * round(BAR * time / most) if most else ""
-            what = count(held[device], "layer")
+        times = usual.busy or (0.0,) * len(usual.devices)
+        longest, mean = max(times), sum(times) / len(times)
+        layers_per_stage = usual.configuration.layers_per_stage  # a stage is a device
+        for device, (time, use) in enumerate(zip(times, usual.devices, strict=True)):
+            bar = "#" * round(BAR * time / longest) if longest else ""
+            layers = count(layers_per_stage[device], "layer")
             ends = [text for text, at in (("embedding", 0), ("output", len(times) - 1)) if at == device]
-            lacking = "" if use.fits else f", {gib_text(-use.spare)} too much"
+            shortfall = "" if use.fits else f", {gib_text(-use.spare)} too much"
             yield (
-                f"  device {device:<3} {' + '.join([what, *ends]):<30} {f'{1e3 * time:.1f} ms':>9} {bar:<{BAR}}"
-                f" {gib_text(use.peak_bytes):>10}{lacking}"
+                f"  device {device:<3} {' + '.join([layers, *ends]):<30} {f'{1e3 * time:.1f} ms':>9} {bar:<{BAR}}"
+                f" {gib_text(use.peak_bytes):>10}{shortfall}"
             )
-        if most:
+        if longest:
             busiest = max(range(len(times)), key=times.__getitem__)
-            idle = 1 - mean / most
+            idle = 1 - mean / longest
             yield (
-                f"  device {busiest} works {most / mean:.2f} times the mean of a microbatch, so the devices wait"
+                f"  device {busiest} works {longest / mean:.2f} times the mean of a microbatch, so the devices wait"
                 f" {100 * idle:.0f} % of the time, even without bubbles"
             )
 
     def _gains(self) -> Iterator[str]:
         rows: list[tuple[str, ...]] = [HEADER]
-        for one in self.all:
-            rows.append((_name(one), one.configuration.recipe.vocabulary, *self._cells(one)))
+        for evaluation in self.all:
+            rows.append((_name(evaluation), evaluation.configuration.recipe.vocabulary, *self._cells(evaluation)))
         yield "Alternatives"
         yield from (f"  {line}" for line in table(rows, left=(0, 1, 8, 9)))
         best = self.best
         name = _whole_name(best)
         if best is not self.usual and not math.isinf(self.usual.seconds):
             yield f"  {name}: {self.usual.seconds / best.seconds:.2f} times as fast as {' + '.join(USUAL)}"
-        for what, (other, gain) in self.gains.items():
-            yield f"  {name}: {gain:.2f} times as fast as {_whole_name(other)}, which is the gain of the {what}"
-        said = arrangement_in_words(self.arranging_gain)
-        if said:
-            yield f"  {name}: {said}"
+        for reason, (compared, gain) in self.gains.items():
+            yield f"  {name}: {gain:.2f} times as fast as {_whole_name(compared)}, which is the gain of the {reason}"
+        arrangement = arrangement_in_words(self.arranging_gain)
+        if arrangement:
+            yield f"  {name}: {arrangement}"
 
-    def _cells(self, one: Evaluation) -> tuple[str, ...]:
-        if one.fault:
-            return ("", "", "", "", "", "", "", one.fault)
-        sizes = [use.peak_bytes for use in one.devices]
+    def _cells(self, evaluation: Evaluation) -> tuple[str, ...]:
+        if evaluation.fault:
+            return ("", "", "", "", "", "", "", evaluation.fault)
+        sizes = [use.peak_bytes for use in evaluation.devices]
         memory = (gib_text(max(sizes)), gib_text(min(sizes)))
-        if not one.fits:
-            return ("-", "", "", "", *memory, "", f"does not fit: {gib_text(-one.devices[one.worst].spare)} too much")
+        if not evaluation.fits:
+            return (
+                "-",
+                "",
+                "",
+                "",
+                *memory,
+                "",
+                f"does not fit: {gib_text(-evaluation.devices[evaluation.worst].spare)} too much",
+            )
         usual = self.usual.seconds
-        speed = "" if math.isinf(usual) else f"{usual / one.seconds:.2f}x"
-        uneven = max(one.busy) / (sum(one.busy) / len(one.busy))
-        again = "" if max(one.again) == 0 else f"{100 * sum(one.again) / sum(one.busy):.0f} %"
+        speed = "" if math.isinf(usual) else f"{usual / evaluation.seconds:.2f}x"
+        uneven = max(evaluation.busy) / (sum(evaluation.busy) / len(evaluation.busy))
+        recomputed = "" if max(evaluation.again) == 0 else f"{100 * sum(evaluation.again) / sum(evaluation.busy):.0f} %"
         return (
-            seconds_text(one.seconds),
+            seconds_text(evaluation.seconds),
             speed,
-            f"{100 * one.mean_busy:.0f} %",
+            f"{100 * evaluation.mean_busy:.0f} %",
             f"{uneven:.2f}",
             *memory,
-            again,
+            recomputed,
             "",
         )
 
@@ -247,8 +259,12 @@ class Explanation:
             options["gpu-memory"] = f"{problem.memory_bytes}B"
         plan = " ".join(["evenpipe plan", *(f"--{name} {value}" for name, value in options.items())])
         kernels = "" if problem.kernels_name == EVENPIPE else f" --kernels {problem.kernels_name}"
-        own = kernels if problem.compiles else ""
-        return (f"{plan}{kernels} --explain", f"{plan}{own} --data FOLDER -o run.toml", "evenpipe train run.toml")
+        kernels_to_train = kernels if problem.compiles else ""
+        return (
+            f"{plan}{kernels} --explain",
+            f"{plan}{kernels_to_train} --data FOLDER -o run.toml",
+            "evenpipe train run.toml",
+        )
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -276,31 +292,35 @@ def explain(
     if problem.gpus < 2:
         raise refused("gpus", problem.gpus, "at least 2: one GPU is no pipeline")
     layout = _layout(problem, pp, tp, progress)
-    compared = [one for one in (USUAL, *OTHERS) if _shape(problem, layout, one[0]).placement.stages <= problem.layers]
-    found = []
+    compared = [
+        choice for choice in (USUAL, *OTHERS) if _shape(problem, layout, choice[0]).placement.stages <= problem.layers
+    ]
+    evaluations = []
     for number, choice in enumerate(compared, 1):
         progress(f"alternative {number} of {len(compared)}: {', '.join(choice)}")
-        found.append(_evaluated(problem, layout, *choice))
-    if all(one.fault for one in found):
-        raise InputError(found[0].fault)
+        evaluations.append(_evaluated(problem, layout, *choice))
+    if all(evaluation.fault for evaluation in evaluations):
+        raise InputError(evaluations[0].fault)
     works = problem.works
     return Explanation(
         problem=problem,
         name=name,
         head_layers=head_layers(problem, layout),
         layer_parameters=sum(work.parameters for work in works) / len(works),
-        usual=found[0],
-        others=tuple(one for one in found[1:] if not one.fault),
+        usual=evaluations[0],
+        others=tuple(evaluation for evaluation in evaluations[1:] if not evaluation.fault),
     )
 
 
 def _layout(problem: Problem, pp: int | None, tp: int | None, progress: Callable[[str], None]) -> Recipe:
     """Return the layout in which the usual configuration is fastest, or that with the most model parallelism if none
     fits."""
-    least = max(2, min(SHALLOWEST, problem.gpus, problem.layers))
-    deep = tuple(size for size in divisors(problem.gpus) if least <= size <= problem.layers)
+    shallowest = max(2, min(SHALLOWEST, problem.gpus, problem.layers))
+    deep = tuple(size for size in divisors(problem.gpus) if shallowest <= size <= problem.layers)
     if pp is None and not deep:
-        raise InputError(f"gpus is {problem.gpus}, but no pipeline of at least {least} devices divides it: give pp")
+        raise InputError(
+            f"gpus is {problem.gpus}, but no pipeline of at least {shallowest} devices divides it: give pp"
+        )
     space = Space(
         pp=deep if pp is None else (pp,),
         tp=None if tp is None else (tp,),
@@ -311,14 +331,14 @@ def _layout(problem: Problem, pp: int | None, tp: int | None, progress: Callable
         vocabularies=USUAL[1:],
     )
 
-    def show(found: Found) -> None:
-        progress(progress_text(found))
+    def show(result: Found) -> None:
+        progress(progress_text(result))
 
     # In this process: what it learns of the model's memory is needed again.
     best = search_configurations(problem, space, wanted=1, workers=1, progress=show).best
     if best is not None:
         return best.configuration.recipe
-    return max(layouts(problem, space), key=lambda one: (one.parallelism.model_parallel, one.parallelism.tp))
+    return max(layouts(problem, space), key=lambda layout: (layout.parallelism.model_parallel, layout.parallelism.tp))
 
 
 def _shape(problem: Problem, layout: Recipe, schedule: str) -> Shape:
@@ -343,29 +363,39 @@ def _evaluated(problem: Problem, layout: Recipe, schedule: str, mode: str, offlo
         possible.append(Configuration(recipe=recipe, shape=shape, open=("activation_checkpointing",)))
         if mode == USUAL[1]:
             break
-    bounds = [work_bound(problem, one, traced=True) for one in possible]
+    bounds = [work_bound(problem, configuration, traced=True) for configuration in possible]
     best: Evaluation | None = None
-    for bound, one in sorted(zip(bounds, possible, strict=True), key=lambda pair: (pair[0].lacking, pair[0].seconds)):
+    for bound, configuration in sorted(
+        zip(bounds, possible, strict=True), key=lambda pair: (pair[0].lacking, pair[0].seconds)
+    ):
         limit = math.inf if best is None else best.seconds
-        if best is not None and best.fits and (bound.lacking or order_bound(problem, one, bound.again) >= limit):
+        if (
+            best is not None
+            and best.fits
+            and (bound.lacking or order_bound(problem, configuration, bound.again) >= limit)
+        ):
             continue
-        found = evaluate(problem, one, limit)
-        if best is None or (not found.late and _rank(found) < _rank(best)):
-            best = found
+        evaluation = evaluate(problem, configuration, limit)
+        if best is None or (not evaluation.late and _rank(evaluation) < _rank(best)):
+            best = evaluation
     assert best is not None
     return best
 
 
-def _rank(one: Evaluation) -> tuple[bool, float, float]:
+def _rank(evaluation: Evaluation) -> tuple[bool, float, float]:
     """Return what the better one of two has less of."""
-    return bool(one.fault), one.seconds, 0.0 if one.fits or not one.devices else -one.devices[one.worst].spare
+    return (
+        bool(evaluation.fault),
+        evaluation.seconds,
+        0.0 if evaluation.fits or not evaluation.devices else -evaluation.devices[evaluation.worst].spare,
+    )
 
 
-def _whole_name(one: Evaluation) -> str:
-    return f"{_name(one)} + {one.configuration.recipe.vocabulary}"
+def _whole_name(evaluation: Evaluation) -> str:
+    return f"{_name(evaluation)} + {evaluation.configuration.recipe.vocabulary}"
 
 
-def _name(one: Evaluation) -> str:
+def _name(evaluation: Evaluation) -> str:
     """Return the name of a schedule, with its choice for activations."""
-    configuration = one.configuration
+    configuration = evaluation.configuration
     return f"{configuration.schedule_name}, offload" if configuration.offload == "free" else configuration.schedule_name

@@ -65,51 +65,53 @@ class HeldByStage:
 
     def of(self, layers_per_stage: Sequence[int]) -> InFlight:
         """Return what is in flight if the stages have so many layers."""
-        return InFlight(self._stages, tuple(_of_layers(*one, layers_per_stage) for one in self._moments))
+        return InFlight(
+            self._stages, tuple(_of_layers(*stages_and_counts, layers_per_stage) for stages_and_counts in self._moments)
+        )
 
 
 def _by_stage(row: Iterable[Pass]) -> tuple[list[int], NDArray[np.int64]]:
     """Return the stages of a row, and the moments that no other one exceeds, as numbers of each stage."""
     parts = list(parts_in(row))
-    last = {part.stage: place for place, part in enumerate(parts)}
+    last = {part.stage: position for position, part in enumerate(parts)}
     stages = [stage for stage in last if stage is not None]
-    place_of = {stage: place for place, stage in enumerate(stages)}
+    index_of = {stage: index for index, stage in enumerate(stages)}
     waiting, queued, begun, opened, ahead = now = [[0] * len(stages) for _ in Moment._fields]
     for part in parts:
         if part.kind is Kind.F and part.stage is not None:
-            ahead[place_of[part.stage]] += 1
+            ahead[index_of[part.stage]] += 1
     seen: dict[tuple[int, ...], list[int]] = {}
-    for place, part in enumerate(parts):
+    for position, part in enumerate(parts):
         assert part.stage is not None
-        here, kind = place_of[part.stage], part.kind
+        index, kind = index_of[part.stage], part.kind
         if kind is Kind.F:
-            ahead[here] -= 1
+            ahead[index] -= 1
         elif kind in WITH_GRADIENTS:
-            begun[here] = 1
-        waiting[here] += WAITING.get(kind, 0)
-        queued[here] += QUEUED.get(kind, 0)
-        opened[here] = int(place < last[part.stage])
+            begun[index] = 1
+        waiting[index] += WAITING.get(kind, 0)
+        queued[index] += QUEUED.get(kind, 0)
+        opened[index] = int(position < last[part.stage])
         # The first of equal moments has the most ahead.
         seen.setdefault((*waiting, *queued, *begun, *opened), [*ahead])
     counts = np.array([(*held, *left) for held, left in seen.items()], dtype=np.int64)
-    kept = [_not_exceeded(counts, counts[first : first + TOGETHER]) for first in range(0, len(counts), TOGETHER)]
-    return stages, np.concatenate(kept).reshape(-1, len(now), len(stages))
+    maxima = [_not_exceeded(counts, counts[first : first + TOGETHER]) for first in range(0, len(counts), TOGETHER)]
+    return stages, np.concatenate(maxima).reshape(-1, len(now), len(stages))
 
 
-def _not_exceeded(counts: NDArray[np.int64], some: NDArray[np.int64]) -> NDArray[np.int64]:
+def _not_exceeded(counts: NDArray[np.int64], candidates: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return those of some rows of a matrix that no other row exceeds."""
-    reaching = (counts >= some[:, None]).all(axis=2).sum(axis=1)  # itself, at least
-    alone: NDArray[np.int64] = some[reaching == 1]
-    return alone
+    reaching = (counts >= candidates[:, None]).all(axis=2).sum(axis=1)  # itself, at least
+    maxima: NDArray[np.int64] = candidates[reaching == 1]
+    return maxima
 
 
 def _of_layers(stages: list[int], counts: NDArray[np.int64], layers_per_stage: Sequence[int]) -> tuple[Moment, ...]:
     layers = [layers_per_stage[stage] for stage in stages]
-    most = max(mode.barriers for mode in VocabularyMode) * sum(layers)
-    found = (Moment(*sums) for sums in (counts @ np.array(layers, dtype=np.int64)).tolist())
-    seen = {one._replace(ahead=min(one.ahead, most)) for one in found}
-    kept: list[Moment] = []
-    for one in sorted(seen, reverse=True):  # by falling number of waiting layers: only earlier ones can exceed it
-        if not any(all(map(ge, other, one)) for other in kept):
-            kept.append(one)
-    return tuple(kept)
+    most_ahead = max(mode.barriers for mode in VocabularyMode) * sum(layers)
+    moments = (Moment(*sums) for sums in (counts @ np.array(layers, dtype=np.int64)).tolist())
+    seen = {moment._replace(ahead=min(moment.ahead, most_ahead)) for moment in moments}
+    maxima: list[Moment] = []
+    for moment in sorted(seen, reverse=True):  # by falling number of waiting layers: only earlier ones can exceed it
+        if not any(all(map(ge, earlier, moment)) for earlier in maxima):
+            maxima.append(moment)
+    return tuple(maxima)

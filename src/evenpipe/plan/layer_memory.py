@@ -45,9 +45,9 @@ def mean_uses(problem: Problem, recipe: Recipe, *, split: bool) -> tuple[LayerUs
         return LayerUse(math.fsum(waiting) / len(uses), math.fsum(queued) / len(uses), *map(max, peaks))
 
     def uses() -> tuple[LayerUse, ...]:
-        whole = replace(recipe, batch=replace(recipe.batch, slices=1))
-        found = _uses_of_kinds(problem, whole, split=split)
-        return tuple(mean([of_kinds[id(work)] for work in problem.works]) for of_kinds in found)
+        uncut = replace(recipe, batch=replace(recipe.batch, slices=1))
+        uses_of_kinds = _uses_of_kinds(problem, uncut, split=split)
+        return tuple(mean([of_kinds[id(work)] for work in problem.works]) for of_kinds in uses_of_kinds)
 
     return problem.once((mean_uses, computing(recipe.parallelism), recipe.batch.microbatch_size, split), uses)
 
@@ -55,8 +55,8 @@ def mean_uses(problem: Problem, recipe: Recipe, *, split: bool) -> tuple[LayerUs
 def least_uses(problem: Problem, recipe: Recipe, *, split: bool) -> tuple[LayerUse, ...]:
     """Return, for every policy, the least that any layer needs of a whole sequence, or of a slice of one. split:
     backwards are I and W."""
-    found = _uses_of_kinds(problem, recipe, split=split)
-    return tuple(LayerUse(*map(min, zip(*of_kinds.values(), strict=True))) for of_kinds in found)
+    uses_of_kinds = _uses_of_kinds(problem, recipe, split=split)
+    return tuple(LayerUse(*map(min, zip(*of_kinds.values(), strict=True))) for of_kinds in uses_of_kinds)
 
 
 def least_floors(problem: Problem, recipe: Recipe) -> tuple[LayerUse, ...]:
@@ -131,6 +131,6 @@ def saved_floor(work: LayerWork, setting: Setting) -> tuple[float, float, float]
     probabilities = sizes.heads * setting.sequence / setting.tensor if setting.unfused_attention(work) else 0.0
     inputs = (2 * wide + last) * (0.5 if setting.casts else 1)
     none = tokens * (2 * wide + inputs + attended + probabilities + middle) + of_experts
-    kept = 0.0 if setting.kernels.halves_selective else attended + middle
-    selective = min(none, tokens * (wide + kept) + of_experts)
+    results = 0.0 if setting.kernels.halves_selective else attended + middle
+    selective = min(none, tokens * (wide + results) + of_experts)
     return none, selective, min(selective, tokens * wide)

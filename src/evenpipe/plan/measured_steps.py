@@ -98,14 +98,14 @@ class MeasuredStep:
     def predicted(self, problem: Problem, hardware: Hardware) -> float:
         """Return the seconds that are predicted on some hardware, for the model of a problem."""
         parallelism, batch = self.recipe.parallelism, self.recipe.batch
-        own = replace(
+        step_problem = replace(
             problem,
             hardware=hardware,
             gpus=parallelism.gpus,
             sequences_per_step=parallelism.dp * batch.microbatch_size * self.recipe.microbatches,
             known={},
         )
-        return timed(own, Configuration.of(own, self.recipe)).seconds
+        return timed(step_problem, Configuration.of(step_problem, self.recipe)).seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +147,10 @@ def fitted(problem: Problem, steps: Sequence[MeasuredStep]) -> Fitted:
     names, usual = list(SCALED), np.array([sigma for sigma, _ in SCALED.values()])
 
     def hardware(logs: Iterable[float]) -> Hardware:
-        found = problem.hardware
+        machine = problem.hardware
         for name, log in zip(names, logs, strict=True):
-            found = SCALED[name][1](found, math.exp(log))
-        return found
+            machine = SCALED[name][1](machine, math.exp(log))
+        return machine
 
     def errors(logs: Iterable[float]) -> np.ndarray:
         machine = hardware(logs)
@@ -158,16 +158,18 @@ def fitted(problem: Problem, steps: Sequence[MeasuredStep]) -> Fitted:
 
     logs = np.zeros(len(names))
     for _ in range(3):
-        here, difference = errors(logs), 0.01
-        slopes = np.stack([(errors(logs + row) - here) / difference for row in difference * np.eye(len(names))], axis=1)
+        current, difference = errors(logs), 0.01
+        slopes = np.stack(
+            [(errors(logs + row) - current) / difference for row in difference * np.eye(len(names))], axis=1
+        )
         system = np.concatenate((slopes / ERROR, np.diag(1 / usual)))
-        wanted = np.concatenate(((slopes @ logs - here) / ERROR, np.zeros(len(names))))
-        logs = np.linalg.lstsq(system, wanted, rcond=None)[0]
+        target = np.concatenate(((slopes @ logs - current) / ERROR, np.zeros(len(names))))
+        logs = np.linalg.lstsq(system, target, rcond=None)[0]
     factors = {name: math.exp(log) for name, log in zip(names, logs, strict=True)}
     return Fitted(hardware(logs), factors, tuple(np.expm1(errors(logs)).tolist()))
 
 
-def spread(problem: Problem, one: Configuration, *, measured: bool) -> tuple[float, float] | None:
+def spread(problem: Problem, configuration: Configuration, *, measured: bool) -> tuple[float, float] | None:
     """Return the range of actual over predicted seconds; None on a host whose passes were not measured. measured: the
     hardware is `fitted`."""
     if problem.measured:
@@ -176,26 +178,26 @@ def spread(problem: Problem, one: Configuration, *, measured: bool) -> tuple[flo
         return None
     if measured:
         return SPREAD_OF_MEASURED
-    return SPREAD if one.recipe.parallelism.cp == 1 else SPREAD_WITH_CONTEXT_RANKS
+    return SPREAD if configuration.recipe.parallelism.cp == 1 else SPREAD_WITH_CONTEXT_RANKS
 
 
 # --- reading ---------------------------------------------------------------------------------------------------
 
 
-def measured_steps(problem: Problem, given: str, read_run: ReadRun) -> list[MeasuredStep]:
+def measured_steps(problem: Problem, text: str, read_run: ReadRun) -> list[MeasuredStep]:
     """Read measured steps of the model and the sequence length of a problem: one, or the lines of a file. Raises
     InputError for what cannot be read, and for a layout that the model or the kernels cannot have."""
-    lines = [given]
-    if ":" not in given or Path(given).is_file():
+    lines = [text]
+    if ":" not in text or Path(text).is_file():
         try:
-            lines = [line for line in Path(given).read_text(encoding="utf-8").splitlines() if line.strip()]
+            lines = [line for line in Path(text).read_text(encoding="utf-8").splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError):
-            raise refused("--measured", given, ACCEPTED) from None
+            raise refused("--measured", text, ACCEPTED) from None
     return [_step(problem, line, read_run) for line in lines]
 
 
 def _step(problem: Problem, text: str, read_run: ReadRun) -> MeasuredStep:
-    layout, _, reached = (part.strip() for part in text.rpartition(":"))
+    layout, _, reached = (word.strip() for word in text.rpartition(":"))
     value = re.fullmatch(r"([0-9][0-9 ,_]*(?:\.[0-9]+)?)\s*(s|ms|tokens/s|tokens/s/GPU)", reached)
     words = layout.replace("·", " ").split()
     if value is None or not words:
@@ -219,35 +221,35 @@ def _step(problem: Problem, text: str, read_run: ReadRun) -> MeasuredStep:
 
 def _recipe(problem: Problem, words: list[str]) -> Recipe:
     """Return the recipe that the words of a plan's name say; what they do not say is usual."""
-    said: dict[str, Any] = {"schedule": "1f1b", "vocabulary": "redistribute" if problem.is_ours else "first-last"}
+    fields: dict[str, Any] = {"schedule": "1f1b", "vocabulary": "redistribute" if problem.is_ours else "first-last"}
     options: dict[str, Any] = {}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
         schedule, _, stages = word.partition("/")
         axis = re.fullmatch(rf"({'|'.join(AXES)})([1-9][0-9]*)", word)
         zero = re.fullmatch(r"zero-([0-3])(/[1-9][0-9]*)?", word)
         if axis:
-            said[axis[1]] = int(axis[2])
+            fields[axis[1]] = int(axis[2])
         elif zero:
-            said["data_parallel"] = DATA_PARALLEL[int(zero[1])]
-            said["dp_shard"] = int(zero[2][1:]) if zero[2] else None
+            fields["data_parallel"] = DATA_PARALLEL[int(zero[1])]
+            fields["dp_shard"] = int(zero[2][1:]) if zero[2] else None
         elif schedule in SCHEDULES and (not stages or stages.isdecimal()):
-            said["schedule"] = schedule
+            fields["schedule"] = schedule
             options = {"stages_per_device": int(stages)} if stages else {}
         elif word in MODES:
-            said["vocabulary"] = word
+            fields["vocabulary"] = word
         elif word in POLICIES:
-            said["activation_checkpointing"] = word
+            fields["activation_checkpointing"] = word
         elif word == "heads":
-            said["context_exchange"] = word
-        elif word in {"microbatch", "slices"} and rest and rest[0].isdecimal():
-            said["microbatch_size" if word == "microbatch" else "slices"] = int(rest.pop(0))
-        elif word.isdecimal() and len(rest) > 1 and rest[0] == "x" and rest[1].isdecimal():
-            said |= {"microbatch_size": int(word), "microbatches": int(rest[1])}
-            del rest[:2]
+            fields["context_exchange"] = word
+        elif word in {"microbatch", "slices"} and remaining and remaining[0].isdecimal():
+            fields["microbatch_size" if word == "microbatch" else "slices"] = int(remaining.pop(0))
+        elif word.isdecimal() and len(remaining) > 1 and remaining[0] == "x" and remaining[1].isdecimal():
+            fields |= {"microbatch_size": int(word), "microbatches": int(remaining[1])}
+            del remaining[:2]
         else:
             raise refused("a word", word, WORDS)
-    replicas, size = said.get("dp", 1), said.get("microbatch_size", 1)
-    said.setdefault("microbatches", max(1, problem.sequences_per_step // (replicas * size)))
-    return Recipe.of(sequence_length=problem.sequence, schedule_options=options, **said)
+    replicas, size = fields.get("dp", 1), fields.get("microbatch_size", 1)
+    fields.setdefault("microbatches", max(1, problem.sequences_per_step // (replicas * size)))
+    return Recipe.of(sequence_length=problem.sequence, schedule_options=options, **fields)

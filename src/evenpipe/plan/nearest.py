@@ -51,7 +51,7 @@ class Nearest:
     def text(self) -> str:
         lines = [] if self.rejection is None else [f"nearest: {self.rejection.text()}"]
         if self.remedies:
-            lines += ["would fit:", *(f"  {one.text()}" for one in self.remedies)]
+            lines += ["would fit:", *(f"  {remedy.text()}" for remedy in self.remedies)]
         elif not self.finished:
             lines.append("what would fit was not found in this time")
         else:
@@ -61,13 +61,13 @@ class Nearest:
     def to_dict(self) -> dict[str, Any]:
         return {
             "nearest": None if self.rejection is None else self.rejection.to_dict(),
-            "would_fit": [one.to_dict() for one in self.remedies],
+            "would_fit": [remedy.to_dict() for remedy in self.remedies],
             "would_fit_finished": self.finished,
         }
 
 
 def nearest(
-    found: Found,
+    result: Found,
     *,
     workers: int | None = None,
     cache: EvaluationCache | None = None,
@@ -87,28 +87,28 @@ def nearest(
         if left <= 0:
             finished = False
             return None
-        more = search_configurations(
+        attempt = search_configurations(
             problem, space, wanted=1, workers=workers, cache=cache, progress=progress, seconds=left
         )
-        finished = finished and not more.ended
-        return more.best
+        finished = finished and not attempt.ended
+        return attempt.best
 
     remedies = []
-    for changes in (_recomputed(found.space), _on_the_host(found.space)):
+    for changes in (_recomputed(result.space), _on_the_host(result.space)):
         for change, space in changes:
-            plan = searched(found.problem, space)
+            plan = searched(result.problem, space)
             if plan is not None:
                 remedies.append(Remedy(change, plan))
                 break
     for times in MORE:  # what is known of the model holds for any number of GPUs
-        problem, gpus = found.problem, times * found.problem.gpus
+        problem, gpus = result.problem, times * result.problem.gpus
         sequences = max(problem.sequences_per_step, gpus)
-        plan = searched(replace(problem, gpus=gpus, sequences_per_step=sequences), found.space)
+        plan = searched(replace(problem, gpus=gpus, sequences_per_step=sequences), result.space)
         if plan is not None:
             remedies.append(Remedy(count(gpus, "GPU"), plan))
             break
-    lacking = by_lack(found)
-    return Nearest(lacking[0] if lacking else None, tuple(remedies), finished)
+    rejections = by_lack(result)
+    return Nearest(rejections[0] if rejections else None, tuple(remedies), finished)
 
 
 def _recomputed(space: Space) -> Iterator[tuple[str, Space]]:

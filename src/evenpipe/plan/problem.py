@@ -65,8 +65,8 @@ class Problem(TimedModel):
             recent[key] = make()
             if len(recent) > KEPT:
                 recent.popitem(last=False)
-        found: Found = recent[key]
-        return found
+        result: Found = recent[key]
+        return result
 
     @property
     def programs(self) -> Programs:

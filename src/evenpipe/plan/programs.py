@@ -98,9 +98,9 @@ class Programs:
         """
         shape, split = self._shape_of(recipe), recipe.layers_per_stage
         assert split is not None
-        given = recipe.offload
+        options = recipe.offload
         offload = OffloadOptions(
-            activations=given.activations, copy_time=given.copy_time, host_memory=given.host_memory
+            activations=options.activations, copy_time=options.copy_time, host_memory=options.host_memory
         )
         if offload.activations == "none" and not shape.moves:
             offload = replace(offload, activations="scheduled")  # which is the same
@@ -122,9 +122,9 @@ class Programs:
 
     def _shape_of(self, recipe: Recipe) -> Shape:
         assert isinstance(recipe.schedule, str)
-        found = self.shape(recipe.schedule, recipe.schedule_options, recipe.devices)
-        assert found is not None, "the space has no schedules without an order"
-        return found
+        shape = self.shape(recipe.schedule, recipe.schedule_options, recipe.devices)
+        assert shape is not None, "the space has no schedules without an order"
+        return shape
 
     def _arranged(self, recipe: Recipe) -> tuple[Order, Program]:
         shape = self._shape_of(recipe)
@@ -143,14 +143,14 @@ class Programs:
     def _make(self, schedule: str, devices: int, units: int, costs: Costs | None = None, **options: Any) -> Order:
         """Return the same as `generate`, with equal arguments once: modes with the same stage costs have the same order
         below their vocabulary passes."""
-        given = tuple(options.items())
-        shape = self.shape(schedule, given, devices)
+        key = tuple(options.items())
+        shape = self.shape(schedule, key, devices)
         assert shape is not None
         times = None
         if costs is not None and shape.by_costs:
             copies = costs.O if shape.moves else None
             times = Costs(F=costs.F, B=costs.B, I=costs.I, W=costs.W, p2p=costs.p2p, O=copies, L=copies)
-        return self._generated(schedule, given, (devices, units), times)
+        return self._generated(schedule, key, (devices, units), times)
 
     def _in_flight(
         self,
@@ -173,9 +173,11 @@ def _shape(schedule: str, options: Options, devices: int) -> Shape | None:
         return None
     placement = order.placement
     moments = []
-    for device, seen in enumerate(HeldByStage(order).of((1,) * placement.stages).moments):
-        held = len(placement.stages_of(device))
-        moments.append(tuple(dict.fromkeys((one.waiting / held, one.queued / held) for one in seen)))
+    for device, device_moments in enumerate(HeldByStage(order).of((1,) * placement.stages).moments):
+        stages = len(placement.stages_of(device))
+        moments.append(
+            tuple(dict.fromkeys((moment.waiting / stages, moment.queued / stages) for moment in device_moments))
+        )
     return Shape(
         placement=placement,
         split=any(item.kind is Kind.I for item in order.passes(0)),
@@ -223,13 +225,13 @@ def short_steps(devices: int, microbatches: int, *, planned: bool, slices: int =
     """Return the numbers of microbatches to simulate for a step of `microbatches`: two short ones, or the step itself.
     planned: the order has vocabulary passes or copies to the host. slices: of a microbatch, each as long as one."""
     period = devices // math.gcd(devices, slices)
-    rest = microbatches % period
-    lists = planned or rest > 0
+    extra = microbatches % period
+    irregular = planned or extra > 0
     if slices > 1:
-        rest += period * math.ceil(SLICED / period)
-    per_device, least = APART[lists]
-    short = SHORT[lists] * period + rest
-    long = short + period * max(per_device, math.ceil(least / (slices * period)))
+        extra += period * math.ceil(SLICED / period)
+    per_device, fewest = APART[irregular]
+    short = SHORT[irregular] * period + extra
+    long = short + period * max(per_device, math.ceil(fewest / (slices * period)))
     if microbatches <= long:
         return (microbatches,)
     return short, long if microbatches > short + long else microbatches

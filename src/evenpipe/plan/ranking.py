@@ -61,25 +61,25 @@ def recomputation(plan: Evaluation) -> str:
 def binding(problem: Problem, plan: Evaluation) -> str:
     """Return what limits the speed of a plan, in a sentence."""
     memory = plan.devices[plan.worst] if plan.devices else None
-    parts = []
+    limits = []
     work = plan.busy
     busiest = max(range(len(work)), key=work.__getitem__)
     mean = sum(work) / len(work)
     if work[busiest] > 1.03 * mean:
-        parts.append(f"device {busiest} with {100 * (work[busiest] / mean - 1):.0f} % more work than the mean")
+        limits.append(f"device {busiest} with {100 * (work[busiest] / mean - 1):.0f} % more work than the mean")
     if plan.bubble_rate > 0.03:
-        parts.append(f"bubble of {100 * plan.bubble_rate:.0f} % on the busiest device")
+        limits.append(f"bubble of {100 * plan.bubble_rate:.0f} % on the busiest device")
     if max(plan.again) > 0:
-        again = sum(plan.again) / sum(work)
-        parts.append(f"recomputation, {100 * again:.0f} % of the work")
+        recomputed = sum(plan.again) / sum(work)
+        limits.append(f"recomputation, {100 * recomputed:.0f} % of the work")
     if plan.end_seconds > 0.03 * plan.seconds:
-        parts.append(f"gradients and optimizer, {100 * plan.end_seconds / plan.seconds:.0f} % of the step")
+        limits.append(f"gradients and optimizer, {100 * plan.end_seconds / plan.seconds:.0f} % of the step")
     host = max((use.host_bytes for use in plan.devices), default=0)
     if host:
-        parts.append(f"up to {gib_text(host)} of activations on the host per device")
+        limits.append(f"up to {gib_text(host)} of activations on the host per device")
     if memory is not None and memory.spare < 0.1 * problem.memory_bytes:
-        parts.append(f"memory: {gib_text(memory.spare)} left on device {plan.worst}, {memory.event}")
-    return "; ".join(parts) or "compute only"
+        limits.append(f"memory: {gib_text(memory.spare)} left on device {plan.worst}, {memory.event}")
+    return "; ".join(limits) or "compute only"
 
 
 WORTH_SAYING = 0.01
@@ -121,14 +121,14 @@ class Budget:
     @classmethod
     def of(cls, text: str) -> Budget:
         """Read "15T" tokens (or M, B), or "1000 GPU-days". Raises InputError."""
-        given = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([MBT]|GPU-days)\s*", text)
+        match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([MBT]|GPU-days)\s*", text)
         try:
-            amount = float(given[1]) if given else 0.0
+            amount = float(match[1]) if match else 0.0
         except ValueError:
             amount = 0.0
-        if given is None or not 0 < amount < math.inf:
+        if match is None or not 0 < amount < math.inf:
             raise refused("--budget", text, 'a number of tokens, as in 15T (or M, B), or as in "1000 GPU-days"')
-        factor = {"M": 1e6, "B": 1e9, "T": 1e12}.get(given[2])
+        factor = {"M": 1e6, "B": 1e9, "T": 1e12}.get(match[2])
         return cls(None, amount) if factor is None else cls(amount * factor, None)
 
     def to_dict(self, problem: Problem, plan: Evaluation) -> dict[str, float]:
@@ -139,11 +139,11 @@ class Budget:
 
     def text(self, problem: Problem, plan: Evaluation) -> str:
         """Return the same in words."""
-        found = self.to_dict(problem, plan)
-        power, letter = (1e12, "T") if found["tokens"] >= 1e12 else (1e9, "B")
+        figures = self.to_dict(problem, plan)
+        power, letter = (1e12, "T") if figures["tokens"] >= 1e12 else (1e9, "B")
         return (
-            f"{found['tokens'] / power:.4g} {letter} tokens take {found['gpu_days']:,.0f} GPU-days,"
-            f" {found['days']:,.1f} days on {count(problem.gpus, 'GPU')}"
+            f"{figures['tokens'] / power:.4g} {letter} tokens take {figures['gpu_days']:,.0f} GPU-days,"
+            f" {figures['days']:,.1f} days on {count(problem.gpus, 'GPU')}"
         )
 
 
@@ -167,35 +167,35 @@ class Ranking:
         return self.found.plans[: self.wanted]
 
     def to_dict(self) -> dict[str, Any]:
-        problem, found = self.found.problem, self.found
+        problem, result = self.found.problem, self.found
         return {
             "gpus": problem.gpus,
             "hardware": problem.hardware.name,
             "memory_bytes": problem.memory_bytes,
             "sequence": problem.sequence,
             "sequences_per_step": problem.sequences_per_step,
-            "layouts": found.layouts,
-            "bounded": found.bounded,
-            "evaluated": found.evaluated,
-            "finished": not found.ended,
-            "ended_by": found.ended or None,
-            "layouts_left": found.layouts_left if found.ended else 0,
-            "configurations_left": found.configurations_left if found.ended else 0,
-            "least_seconds_left": found.least_seconds if found.ended and found.left else None,
+            "layouts": result.layouts,
+            "bounded": result.bounded,
+            "evaluated": result.evaluated,
+            "finished": not result.ended,
+            "ended_by": result.ended or None,
+            "layouts_left": result.layouts_left if result.ended else 0,
+            "configurations_left": result.configurations_left if result.ended else 0,
+            "least_seconds_left": result.least_seconds if result.ended and result.left else None,
             "plans": [self._figures(plan) for plan in self.plans],
             "without_pipeline": [
                 {
-                    "kind": one.kind,
-                    "plan": None if one.plan is None else self._figures(one.plan),
-                    "nearest": None if one.nearest is None else one.nearest.to_dict(),
+                    "kind": alternative.kind,
+                    "plan": None if alternative.plan is None else self._figures(alternative.plan),
+                    "nearest": None if alternative.nearest is None else alternative.nearest.to_dict(),
                 }
-                for one in self.unpiped
+                for alternative in self.unpiped
             ],
             "budget": None if self.budget is None or not self.plans else self.budget.to_dict(problem, self.plans[0]),
             "measured": None if self.measured is None else self.measured.to_dict(),
-            "arranging_gain": arranging_gain(problem, self.plans[0]) if self.plans and not found.ended else None,
+            "arranging_gain": arranging_gain(problem, self.plans[0]) if self.plans and not result.ended else None,
             "vocabulary": [gain.to_dict() for gain in gains(self.found)],
-            "rejected": [one.to_dict() for one in explained(self.found)],
+            "rejected": [rejection.to_dict() for rejection in explained(self.found)],
         }
 
     def _figures(self, plan: Evaluation) -> dict[str, Any]:
@@ -221,58 +221,62 @@ class Ranking:
         return "\n".join(lines)
 
     def _table(self) -> Iterator[str]:
-        problem, found = self.found.problem, self.found
+        problem, result = self.found.problem, self.found
         yield (
             f"{count(problem.gpus, 'GPU')} ({problem.hardware.name}, {gib_text(problem.memory_bytes)}),"
             f" {count(problem.sequences_per_step, 'sequence')} of {count(problem.sequence, 'token')} per step:"
-            f" {count(found.layouts, 'layout')}, {count(found.bounded, 'configuration')} considered,"
-            f" {found.evaluated} simulated"
+            f" {count(result.layouts, 'layout')}, {count(result.bounded, 'configuration')} considered,"
+            f" {result.evaluated} simulated"
         )
         yield from _about_measured(problem)
         if self.measured is not None:
             yield f"measured: {self.measured.text}"
-        if found.ended:
-            yield _about_the_end(found)
+        if result.ended:
+            yield _about_the_end(result)
         if not self.plans:
-            yield "no plan was found so far" if found.ended else "no plan fits"
-            for reason, number in found.refused.items():
-                yield f"left out: {count(number, 'layout')}: {reason}"
+            yield "no plan was found so far" if result.ended else "no plan fits"
+            for reason, layouts in result.refused.items():
+                yield f"left out: {count(layouts, 'layout')}: {reason}"
             return
         yield ""
         rows: list[tuple[str, ...]] = [
             ("", "plan", "step", "tokens/s", "per GPU", "MFU", "most memory", "recomputed", "")
         ]
-        rows += [self._row(str(place), plan) for place, plan in enumerate(self.plans, 1)]
+        rows += [self._row(str(number), plan) for number, plan in enumerate(self.plans, 1)]
         shown = {plan.configuration for plan in self.plans}
-        for other in self.unpiped:
-            if other.plan is None:
-                assert other.nearest is not None
-                lacks = f"without a pipeline: {gib_text(other.nearest.lacking)} too much"
-                rows.append(("", other.kind, "-", "-", "-", "-", "-", "-", lacks))
-            elif other.plan.configuration not in shown:
-                rows.append(self._row("", other.plan, "without a pipeline"))
+        for alternative in self.unpiped:
+            if alternative.plan is None:
+                assert alternative.nearest is not None
+                remark = f"without a pipeline: {gib_text(alternative.nearest.lacking)} too much"
+                rows.append(("", alternative.kind, "-", "-", "-", "-", "-", "-", remark))
+            elif alternative.plan.configuration not in shown:
+                rows.append(self._row("", alternative.plan, "without a pipeline"))
         yield from table(rows, left=(1, 7, 8))
         yield ""
         namesakes = Counter(plan.configuration.name for plan in self.plans)
-        for place, plan in enumerate(self.plans, 1):
-            one = plan.configuration
-            split = f"; layers: {split_in_words(one.layers_per_stage)}" if namesakes[one.name] > 1 else ""
-            yield f"{place:>{len(str(len(self.plans)))}}  limits: {binding(problem, plan)}{split}"
-        likely = self._range(self.plans[0])
-        if likely is not None:
+        for number, plan in enumerate(self.plans, 1):
+            configuration = plan.configuration
+            split = (
+                f"; layers: {split_in_words(configuration.layers_per_stage)}"
+                if namesakes[configuration.name] > 1
+                else ""
+            )
+            yield f"{number:>{len(str(len(self.plans)))}}  limits: {binding(problem, plan)}{split}"
+        interval = self._range(self.plans[0])
+        if interval is not None:
             hint = "" if self.measured or problem.measured else "; --measured corrects that by a step of your own"
-            yield f"plan 1: as predictions go, {seconds_text(likely[0])} to {seconds_text(likely[1])}{hint}"
+            yield f"plan 1: as predictions go, {seconds_text(interval[0])} to {seconds_text(interval[1])}{hint}"
         if self.budget is not None:
             yield f"plan 1: {self.budget.text(problem, self.plans[0])}"
-        said = "" if found.ended else arrangement_in_words(arranging_gain(problem, self.plans[0]))
-        if said:
-            yield f"plan 1: {said}"
+        arrangement = "" if result.ended else arrangement_in_words(arranging_gain(problem, self.plans[0]))
+        if arrangement:
+            yield f"plan 1: {arrangement}"
 
-    def _row(self, place: str, plan: Evaluation, remark: str = "") -> tuple[str, ...]:
+    def _row(self, label: str, plan: Evaluation, remark: str = "") -> tuple[str, ...]:
         problem, tokens = self.found.problem, tokens_per_second(self.found.problem, plan)
         remarks = (remark, "estimate only" if refusal(problem, plan.configuration.recipe) else "")
         return (
-            place,
+            label,
             plan.configuration.name,
             seconds_text(plan.seconds),
             f"{tokens:,.0f}".replace(",", " "),
@@ -291,11 +295,11 @@ class Ranking:
             yield f"  {gain.mode:<13}{seconds_text(gain.plan.seconds):>9}  {gain.words}"
 
     def _rejections(self) -> Iterator[str]:
-        rejected = explained(self.found)
-        if rejected:
+        rejections = explained(self.found)
+        if rejections:
             yield "would be faster, but do not fit:"
-        for one in rejected:
-            yield f"  {one.text()}"
+        for rejection in rejections:
+            yield f"  {rejection.text()}"
 
 
 # --- gain of vocabulary modes ----------------------------------------------------------------------------------
@@ -320,33 +324,33 @@ class Gain:
         }
 
 
-def gains(found: Found) -> list[Gain]:
+def gains(result: Found) -> list[Gain]:
     """Return the best plan of every vocabulary mode among those seen, fastest first, each with the reason for its
     time."""
-    best = [plan for mode in found.space.vocabularies if (plan := found.best_of(mode)) is not None]
+    best = [plan for mode in result.space.vocabularies if (plan := result.best_of(mode)) is not None]
     best.sort(key=lambda plan: plan.seconds)
     factors = [plan.seconds / best[0].seconds for plan in best]
     return [
-        Gain(plan.configuration.recipe.vocabulary, plan, factor, _why(found.problem, plan, factor))
+        Gain(plan.configuration.recipe.vocabulary, plan, factor, _why(result.problem, plan, factor))
         for plan, factor in zip(best, factors, strict=True)
     ]
 
 
 def _why(problem: Problem, plan: Evaluation, factor: float) -> str:
-    one = plan.configuration
+    configuration = plan.configuration
     busy = plan.busy
     busiest = max(range(len(busy)), key=busy.__getitem__)
     idlest = min(range(len(busy)), key=busy.__getitem__)
     mean = sum(busy) / len(busy)
     longer = f"+{100 * (factor - 1):.1f} %: " if factor > 1 else ""
-    words = f"{longer}{one.name}; a microbatch takes {seconds_text(busy[busiest])} on device {busiest}"
+    words = f"{longer}{configuration.name}; a microbatch takes {seconds_text(busy[busiest])} on device {busiest}"
     if busy[busiest] < 1.02 * mean:
         words += ", as on all others"
     else:
         words += f", {seconds_text(busy[idlest])} on device {idlest}"
-        if not one.recipe.mode.sharded:
-            beside = count(one.layers_per_stage[-1], "layer")
-            layers = f"{head_layers(problem, one.recipe):.1f} layers' time, beside {beside}"
+        if not configuration.recipe.mode.sharded:
+            last_layers = count(configuration.layers_per_stage[-1], "layer")
+            layers = f"{head_layers(problem, configuration.recipe):.1f} layers' time, beside {last_layers}"
             words += f": the output layer ({layers}) is whole on one device"
     worst = plan.devices[plan.worst] if plan.devices else None
     return words if worst is None else f"{words}; at most {gib_text(worst.peak_bytes)}"
@@ -369,7 +373,7 @@ class Rejection:
         line = f"{self.name}: out of memory by up to {gib_text(self.lacking)} {self.where}"
         if not self.fixes:
             return line
-        offers = ", ".join(f"{what} {100 * (plan.seconds / self.seconds - 1):+.1f} %" for what, plan in self.fixes)
+        offers = ", ".join(f"{change} {100 * (plan.seconds / self.seconds - 1):+.1f} %" for change, plan in self.fixes)
         return f"{line}; cheapest fixes: {offers}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -378,55 +382,58 @@ class Rejection:
             "lacking_bytes": self.lacking,
             "where": self.where,
             "fixes": [
-                {"change": what, "plan": plan.configuration.name, "seconds": plan.seconds} for what, plan in self.fixes
+                {"change": change, "plan": plan.configuration.name, "seconds": plan.seconds}
+                for change, plan in self.fixes
             ],
         }
 
 
-def explained(found: Found) -> list[Rejection]:
+def explained(result: Found) -> list[Rejection]:
     """Return the fastest configurations if memory were no limit, faster than all plans, each with the plans that differ
     least from it."""
-    limit = math.inf if found.best is None else found.best.seconds
+    limit = math.inf if result.best is None else result.best.seconds
     candidates = [
         (
-            order_bound(found.problem, plan.configuration.decided(activation_checkpointing="none")),
+            order_bound(result.problem, plan.configuration.decided(activation_checkpointing="none")),
             plan.configuration.name,
             plan,
         )
-        for plan in (*found.failed, *found.plans)
+        for plan in (*result.failed, *result.plans)
         if plan.kept or (plan.devices and not plan.fits)
     ]
     seen: set[tuple[Any, ...]] = set()
     rejections: list[Rejection] = []
-    for seconds, name, plan in sorted(candidates, key=lambda one: one[:2]):
+    for seconds, name, plan in sorted(candidates, key=lambda candidate: candidate[:2]):
         family = (plan.configuration.recipe.parallelism, plan.configuration.recipe.vocabulary)
         if family not in seen and len(rejections) < REJECTED and seconds < limit:
             seen.add(family)
-            rejections.append(_of_plan(found, plan, name, seconds))
+            rejections.append(_of_plan(result, plan, name, seconds))
     fastest: dict[Any, Rejected] = {}  # by the sizes of the axes
-    for one in sorted(_rejected(found, limit), key=lambda one: one.bound.seconds):
-        fastest.setdefault(one.layout.parallelism, one)
-    return rejections + [_of_floor(one) for one in fastest.values()][: REJECTED - len(rejections)]
+    for rejected in sorted(_rejected(result, limit), key=lambda rejected: rejected.bound.seconds):
+        fastest.setdefault(rejected.layout.parallelism, rejected)
+    return rejections + [_of_floor(rejected) for rejected in fastest.values()][: REJECTED - len(rejections)]
 
 
-def by_lack(found: Found) -> list[Rejection]:
+def by_lack(result: Found) -> list[Rejection]:
     """Return what does not fit, with the least lack of memory first."""
-    lacking = [
-        _of_plan(found, plan, plan.configuration.name, plan.seconds)
-        for plan in found.failed
+    rejections = [
+        _of_plan(result, plan, plan.configuration.name, plan.seconds)
+        for plan in result.failed
         if plan.devices and not plan.fault
     ]
-    return sorted([*lacking, *map(_of_floor, _rejected(found))], key=lambda one: (one.lacking, one.name))
+    return sorted(
+        [*rejections, *map(_of_floor, _rejected(result))], key=lambda rejection: (rejection.lacking, rejection.name)
+    )
 
 
-def _rejected(found: Found, limit: float = math.inf) -> list[Rejected]:
+def _rejected(result: Found, limit: float = math.inf) -> list[Rejected]:
     """Return what a bound rejected that may be faster than `limit`, without layouts that would be refused anyway: the
     search has not asked for these."""
-    faster = (one for one in found.rejected if one.bound.seconds < limit)
-    return [one for one in faster if not refuses(found.problem, found.space, one.layout)]
+    faster = (rejected for rejected in result.rejected if rejected.bound.seconds < limit)
+    return [rejected for rejected in faster if not refuses(result.problem, result.space, rejected.layout)]
 
 
-def _of_plan(found: Found, plan: Evaluation, name: str, seconds: float) -> Rejection:
+def _of_plan(result: Found, plan: Evaluation, name: str, seconds: float) -> Rejection:
     """Return why a plan is slower than it would be with enough memory."""
     uses = plan.kept or plan.devices
     device = min(range(len(uses)), key=lambda device: uses[device].spare)
@@ -437,91 +444,93 @@ def _of_plan(found: Found, plan: Evaluation, name: str, seconds: float) -> Rejec
     elif plan.kept:
         worst = plan.devices[plan.worst]
         where += f"; by {gib_text(-worst.spare)} on device {plan.worst} even if all layers keep only their input"
-    others = (fix for fix in _fixes(found, plan) if fix[1] is not plan)
-    fixes += islice(others, FIXES - len(fixes))
+    alternatives = (fix for fix in _fixes(result, plan) if fix[1] is not plan)
+    fixes += islice(alternatives, FIXES - len(fixes))
     return Rejection(name, max(0, -uses[device].spare), where, seconds, tuple(fixes))
 
 
 def _measures(plan: Evaluation) -> str:
     """Return the measures with which a plan fits."""
-    one = plan.configuration
-    policies = one.checkpointing
-    again = [f"{count(policies.count(name), 'layer')} {name}" for name in ("selective", "full") if name in policies]
-    words = ["activations to the host"] if one.copy_seconds else []
-    if one.host_share:
-        words.append(f"{100 * one.host_share:.0f} % of the moments to the host")
-    if again:
-        words.append(f"recompute ({', '.join(again)})")
+    configuration = plan.configuration
+    policies = configuration.checkpointing
+    recomputed = [
+        f"{count(policies.count(name), 'layer')} {name}" for name in ("selective", "full") if name in policies
+    ]
+    words = ["activations to the host"] if configuration.copy_seconds else []
+    if configuration.host_share:
+        words.append(f"{100 * configuration.host_share:.0f} % of the moments to the host")
+    if recomputed:
+        words.append(f"recompute ({', '.join(recomputed)})")
     return " and ".join(words)
 
 
-def _of_floor(one: Rejected) -> Rejection:
-    if one.configuration is not None:
-        name, where = one.configuration.name, f"at least on device {one.bound.device}"
-        where += ", even with full recomputation" * ("activation_checkpointing" in one.configuration.open)
+def _of_floor(rejected: Rejected) -> Rejection:
+    if rejected.configuration is not None:
+        name, where = rejected.configuration.name, f"at least on device {rejected.bound.device}"
+        where += ", even with full recomputation" * ("activation_checkpointing" in rejected.configuration.open)
     else:
-        name = f"{name_of_axes(one.layout.parallelism)} {name_of_zero(one.layout.parallelism)}"
+        name = f"{name_of_axes(rejected.layout.parallelism)} {name_of_zero(rejected.layout.parallelism)}"
         where = "at least, for parameters, gradients and optimizer state alone"
-    return Rejection(name, one.bound.lacking, where, one.bound.seconds, ())
+    return Rejection(name, rejected.bound.lacking, where, rejected.bound.seconds, ())
 
 
-def _fixes(found: Found, failed: Evaluation) -> Iterator[tuple[str, Evaluation]]:
+def _fixes(result: Found, failed: Evaluation) -> Iterator[tuple[str, Evaluation]]:
     """Return the fastest plans with the fewest changes to a configuration that does not fit."""
-    mine = _choices(failed)
+    failed_choices = _choices(failed)
     ranked = []
-    for plan in found.plans:
-        theirs = _choices(plan)
+    for plan in result.plans:
+        choices = _choices(plan)
         changed = [
             f"{name} {value}" if name not in ("schedule", "vocabulary") else str(value)
-            for name, value in theirs.items()
-            if value != mine[name] and name not in ("dp", "layers")
+            for name, value in choices.items()
+            if value != failed_choices[name] and name not in ("dp", "layers")
         ]
         ranked.append((len(changed), plan.seconds, changed, plan))
-    ranked.sort(key=lambda one: (one[0] > 2, one[1], one[0]))
+    ranked.sort(key=lambda entry: (entry[0] > 2, entry[1], entry[0]))
     for _, _, changed, plan in ranked:
         yield " and ".join(changed) or "another split of layers", plan
 
 
 def _choices(plan: Evaluation) -> dict[str, Any]:
-    one = plan.configuration
+    configuration = plan.configuration
     return {
-        **{axis: getattr(one.recipe.parallelism, axis) for axis in (*AXES, "zero")},
-        "microbatch size": one.recipe.batch.microbatch_size,
-        "slices": one.recipe.slices,
-        "schedule": one.schedule_name,
-        "vocabulary": one.recipe.vocabulary,
-        "layers": one.layers_per_stage,
-        "offload": one.offload,
-        "host share": one.host_share,
+        **{axis: getattr(configuration.recipe.parallelism, axis) for axis in (*AXES, "zero")},
+        "microbatch size": configuration.recipe.batch.microbatch_size,
+        "slices": configuration.recipe.slices,
+        "schedule": configuration.schedule_name,
+        "vocabulary": configuration.recipe.vocabulary,
+        "layers": configuration.layers_per_stage,
+        "offload": configuration.offload,
+        "host share": configuration.host_share,
     }
 
 
 # --- text --------------------------------------------------------------------------------------------------------
 
 
-def progress_text(found: Found) -> str:
+def progress_text(result: Found) -> str:
     """Return how far a search is, in a line."""
-    best = found.best
+    best = result.best
     plan = "no plan yet" if best is None else f"best step {seconds_text(best.seconds)}: {best.configuration.name}"
-    if found.ended:
-        return f"{_duration(found.seconds)}, checking {plan} (Ctrl-C: leave it unchecked)"
-    return f"{_duration(found.seconds)}, {plan}; {_left(found)}"
+    if result.ended:
+        return f"{_duration(result.seconds)}, checking {plan} (Ctrl-C: leave it unchecked)"
+    return f"{_duration(result.seconds)}, {plan}; {_left(result)}"
 
 
-def _left(found: Found) -> str:
-    layouts = count(found.layouts, "layout")
-    return f"{found.layouts_left} of {layouts} and {count(found.configurations_left, 'configuration')} left"
+def _left(result: Found) -> str:
+    layouts = count(result.layouts, "layout")
+    return f"{result.layouts_left} of {layouts} and {count(result.configurations_left, 'configuration')} left"
 
 
-def _about_the_end(found: Found) -> str:
+def _about_the_end(result: Found) -> str:
     """Return why a search ended early, and what that means."""
-    why = "the time is up" if found.ended == "time" else "interrupted"
-    said = f"unfinished, {why} after {_duration(found.seconds)}: {_left(found)}"
-    if found.left:
-        said += f", with steps of {seconds_text(found.least_seconds)} or more"
-    if len(found.plans) > 1:
-        said += "; steps of all plans but the first are rough"
-    return said
+    why = "the time is up" if result.ended == "time" else "interrupted"
+    sentence = f"unfinished, {why} after {_duration(result.seconds)}: {_left(result)}"
+    if result.left:
+        sentence += f", with steps of {seconds_text(result.least_seconds)} or more"
+    if len(result.plans) > 1:
+        sentence += "; steps of all plans but the first are rough"
+    return sentence
 
 
 def _duration(seconds: float) -> str:
@@ -532,7 +541,9 @@ def _about_measured(problem: Problem) -> Iterator[str]:
     """If the hardware file has measured passes, return whether they are used for this model."""
     if not problem.hardware.passes:
         return
-    sizes = sorted({one.microbatch_size for one in problem.measured if one.sequence == problem.sequence})
+    sizes = sorted(
+        {measurement.microbatch_size for measurement in problem.measured if measurement.sequence == problem.sequence}
+    )
     if sizes:
         yield f"pass times corrected by measurements of this model with microbatches of {', '.join(map(str, sizes))}"
     else:

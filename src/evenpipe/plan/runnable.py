@@ -70,7 +70,7 @@ def _refusal(problem: Problem, option: str, *, slices: bool) -> str:
     return _once(problem, check_pieces, check, option)
 
 
-def _once(problem: Problem, kind: object, check: Callable[[], object], what: object) -> str:
+def _once(problem: Problem, kind: object, check: Callable[[], object], key: object) -> str:
     """Return what a check says that is done once for a problem; empty if it passes."""
 
     def sentence() -> str:
@@ -80,4 +80,4 @@ def _once(problem: Problem, kind: object, check: Callable[[], object], what: obj
             return str(error)
         return ""
 
-    return problem.once((kind, what), sentence)
+    return problem.once((kind, key), sentence)

@@ -89,18 +89,18 @@ class Space:
             ("offload", OFFLOAD),
             ("zero", (0, 1, 2, 3)),
         ):
-            given = getattr(self, name)
-            unknown = [f"{value!r} is unknown" for value in given if value not in known]
-            if unknown or not given:
+            values = getattr(self, name)
+            unknown = [f"{value!r} is unknown" for value in values if value not in known]
+            if unknown or not values:
                 fault = unknown[0] if unknown else "nothing is given"
                 raise InputError(f"{name}: {fault}; it must be some of {', '.join(map(str, known))}")
         for share in self.host_shares:
             if share is not None and not 0 <= share <= 1:
                 raise refused("host share", share, f"between 0 and 1, or {LEAST}")
         for name in (*AXES, "dp_shard", "microbatch_sizes", "slices", "stages_per_device"):
-            given = getattr(self, name)
-            if given is not None and (not given or min(given) < 1):
-                raise InputError(f"{name} is {given!r}; each must be a whole number of at least 1")
+            values = getattr(self, name)
+            if values is not None and (not values or min(values) < 1):
+                raise InputError(f"{name} is {values!r}; each must be a whole number of at least 1")
 
 
 RUNNABLE = Space(zero=(0, 3), only_runnable=True)
@@ -116,24 +116,24 @@ def layouts(problem: Problem, space: Space) -> list[Recipe]:
     """Return all layouts in the space: recipes without a choice of schedule. Those that the search will refuse are
     left out only if axes are given, because to know it takes seconds. Raises InputError if there is none, with the
     reason."""
-    found = list(_layouts(problem, space))
+    candidates = list(_layouts(problem, space))
     if space.tp or space.cp:
-        runs = [layout for layout in found if not refuses(problem, space, layout)]
-        if found and not runs:
-            raise InputError(refuses(problem, space, found[0]))
-        found = runs
-    if not found:
+        runs = [layout for layout in candidates if not refuses(problem, space, layout)]
+        if candidates and not runs:
+            raise InputError(refuses(problem, space, candidates[0]))
+        candidates = runs
+    if not candidates:
         refused = [refusal_of_experts(problem, members) for members in space.ep or ()]
         if refused and all(refused):
             raise InputError(refused[0])
-        given = [f"{name} {getattr(space, name)}" for name in AXES if getattr(space, name)]
+        axes = [f"{name} {getattr(space, name)}" for name in AXES if getattr(space, name)]
         raise InputError(
             f"gpus is {problem.gpus} with {count(problem.sequences_per_step, 'sequence')} per"
-            f" step{' and ' + ', '.join(given) if given else ''}, but nothing divides: expected GPUs = dp x tp x cp x"
+            f" step{' and ' + ', '.join(axes) if axes else ''}, but nothing divides: expected GPUs = dp x tp x cp x"
             f" pp with at most {count(problem.layers, 'device')} per pipeline, heads and tokens of a sequence divided"
             " by tp, its tokens by 2 cp, sequences divided by dp, and dp by ep"
         )
-    return found
+    return candidates
 
 
 def refuses(problem: Problem, space: Space, layout: Recipe) -> str:
@@ -150,12 +150,12 @@ def _layouts(problem: Problem, space: Space) -> Iterator[Recipe]:
     heads = {work.attention.heads for work in problem.works if work.attention.heads}
     node = problem.hardware.devices_per_node
     for tp, cp, pp in product(divisors(problem.gpus), repeat=3):
-        dp, rest = divmod(problem.gpus, tp * cp * pp)
+        dp, remainder = divmod(problem.gpus, tp * cp * pp)
         sizes = {"dp": dp, "tp": tp, "cp": cp, "pp": pp}
-        if rest or any(size not in (getattr(space, axis) or (size,)) for axis, size in sizes.items()):
+        if remainder or any(size not in (getattr(space, axis) or (size,)) for axis, size in sizes.items()):
             continue
-        share, more = divmod(problem.sequences_per_step, dp)
-        if more or pp > problem.layers or problem.sequence % divisor_of(cp, tp) or any(count % tp for count in heads):
+        share, uneven = divmod(problem.sequences_per_step, dp)
+        if uneven or pp > problem.layers or problem.sequence % divisor_of(cp, tp) or any(count % tp for count in heads):
             continue
         if tp > node or (tp * cp > node and problem.sequence // cp < TOKENS_ACROSS):
             continue
@@ -197,8 +197,8 @@ def _with_overlap(problem: Problem, layout: Recipe) -> Recipe:
     first = next(work for work in problem.works if work.experts is not None)
     assert first.experts is not None
     overlap = chosen_overlap(first.experts, first.hidden_size, problem.setting(layout)).overlap
-    beside = ExpertOptions(columns=overlap.columns, arrivals=overlap.arrivals)
-    return replace(layout, parallelism=replace(sizes, experts=beside))
+    experts = ExpertOptions(columns=overlap.columns, arrivals=overlap.arrivals)
+    return replace(layout, parallelism=replace(sizes, experts=experts))
 
 
 def _with_exchange(problem: Problem, layout: Recipe) -> Recipe:
@@ -206,15 +206,16 @@ def _with_exchange(problem: Problem, layout: Recipe) -> Recipe:
     sizes = {"ranks": layout.parallelism.cp, "tensor_ranks": layout.parallelism.tp}
     if sizes["ranks"] == 1 or not all(heads_divide(work.attention, **sizes) for work in problem.kinds):
         return layout
-    other = replace(layout, parallelism=replace(layout.parallelism, context_exchange="heads"))
+    exchanging_heads = replace(layout, parallelism=replace(layout.parallelism, context_exchange="heads"))
     keys, heads = (
-        sum(one.forward + one.backward for one in layer_times(problem, recipe)) for recipe in (layout, other)
+        sum(time.forward + time.backward for time in layer_times(problem, recipe))
+        for recipe in (layout, exchanging_heads)
     )
-    return other if heads < keys else layout
+    return exchanging_heads if heads < keys else layout
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    return tuple(one for one in range(1, number + 1) if number % one == 0)
+    return tuple(divisor for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 def configurations(problem: Problem, space: Space, layout: Recipe, head_layers: float) -> Iterator[Configuration]:
@@ -258,9 +259,9 @@ def _slices(problem: Problem, space: Space, layout: Recipe) -> tuple[int, ...]:
     sizes = layout.parallelism
     if layout.devices == 1 or (space.only_runnable and refusal_of_slices(problem)):
         return (1,)
-    most = problem.sequence // divisor_of(sizes.cp, sizes.tp)
+    limit = problem.sequence // divisor_of(sizes.cp, sizes.tp)
     if space.slices is not None:
-        return tuple(count for count in space.slices if count <= most) or (1,)
+        return tuple(count for count in space.slices if count <= limit) or (1,)
     if problem.sequence < LONG or layout.devices - 1 < BUBBLE * layout.microbatches or not problem.is_ours:
         return (1,)
     return (1, *(count for count in SLICES if problem.sequence // sizes.cp >= count * TOKENS_OF_SLICE))

@@ -47,16 +47,16 @@ def splits(problem: Problem, layout: Recipe, shape: Shape, mode: str, head_layer
     head_layers: the output layer's time, in layers.
     """
     even = even_split(problem.layers, shape.placement.stages)
-    found: tuple[Split, ...] = (even, even[::-1])
+    candidates: tuple[Split, ...] = (even, even[::-1])
     if mode == "redistribute":
         relative = _relative_times(problem, layout)
         key = (splits_by_cost, shape.placement, shape.in_flight, round(head_layers, DIGITS), relative)
-        found = problem.once(key, partial(_by_cost, shape, key[3], relative))
+        candidates = problem.once(key, partial(_by_cost, shape, key[3], relative))
     if mode != "first-last" and layout.devices > 1 and not shape.moves:
-        recipe = replace(layout, vocabulary=mode, layers_per_stage=found[0])
+        recipe = replace(layout, vocabulary=mode, layers_per_stage=candidates[0])
         usual = Configuration(recipe=recipe, shape=shape, open=("activation_checkpointing",))
-        found = (*_by_memory(problem, usual, 0.0 if VocabularyMode(mode).sharded else head_layers), *found)
-    return tuple(dict.fromkeys(found))
+        candidates = (*_by_memory(problem, usual, 0.0 if VocabularyMode(mode).sharded else head_layers), *candidates)
+    return tuple(dict.fromkeys(candidates))
 
 
 def split_that_fits(problem: Problem, recipe: Recipe, host_share: float = 0.0) -> Split | None:
@@ -67,32 +67,34 @@ def split_that_fits(problem: Problem, recipe: Recipe, host_share: float = 0.0) -
     plans, the run recomputes what its recipe says. Raises InputError for options that the schedule does not have, and
     more stages than layers.
     """
-    given = recipe.layers_per_stage is not None or recipe.batch.slices == "auto"
-    if recipe.vocabulary != "redistribute" or recipe.devices == 1 or given or not isinstance(recipe.schedule, str):
+    is_fixed = recipe.layers_per_stage is not None or recipe.batch.slices == "auto"
+    if recipe.vocabulary != "redistribute" or recipe.devices == 1 or is_fixed or not isinstance(recipe.schedule, str):
         return None
     shape = problem.programs.shape(recipe.schedule, recipe.schedule_options, recipe.devices)
     if shape is None or not set(recipe.checkpointing_of(problem.layers)) <= set(POLICIES):
         return None
     model = arranging_model(problem.description, recipe, known_gpu(problem.hardware.name), problem.dtype, problem.loss)
-    own = layers_per_stage(recipe, model, runnable_order(recipe))
-    one = Configuration(recipe=replace(recipe, layers_per_stage=own), shape=shape, host_share=host_share)
-    if one.moves:
+    usual_split = layers_per_stage(recipe, model, runnable_order(recipe))
+    configuration = Configuration(
+        recipe=replace(recipe, layers_per_stage=usual_split), shape=shape, host_share=host_share
+    )
+    if configuration.moves:
         return None
-    found = evaluate(problem, one)
-    if found.fits or found.fault:
+    evaluation = evaluate(problem, configuration)
+    if evaluation.fits or evaluation.fault:
         return None
     layers, head = split_times(problem, recipe)
-    devices = _Devices.of(problem, one, head / layers[-1])
+    devices = _Devices.of(problem, configuration, head / layers[-1])
     for _ in range(TRIES):
         split = devices.best(problem.layers)
         if split is None:
             return None
-        found = evaluate(problem, one.decided(layers_per_stage=split))
-        if found.fits:
+        evaluation = evaluate(problem, configuration.decided(layers_per_stage=split))
+        if evaluation.fits:
             return split
-        if found.fault:
+        if evaluation.fault:
             return None
-        devices = devices.as_evaluated(found)
+        devices = devices.as_evaluated(evaluation)
     return None
 
 
@@ -108,7 +110,7 @@ def _by_cost(shape: Shape, head: float, relative: Sequence[float]) -> tuple[Spli
     first stage computes in advance while it waits for its first backward, the last one cannot."""
     in_flight = shape.in_flight, [0.0] * len(shape.in_flight)
     return tuple(
-        dict.fromkeys(one for held in in_flight for one in splits_by_cost(relative, shape.placement, head, held))
+        dict.fromkeys(split for held in in_flight for split in splits_by_cost(relative, shape.placement, head, held))
     )
 
 
@@ -143,32 +145,35 @@ class _Devices:
     """Time of recomputation of all but the first of them."""
 
     @classmethod
-    def of(cls, problem: Problem, one: Configuration, head_layers: float) -> _Devices:
+    def of(cls, problem: Problem, configuration: Configuration, head_layers: float) -> _Devices:
         """one: with any split. head_layers: of the last device."""
-        recipe, placement, layers = one.recipe, one.placement, problem.layers
+        recipe, placement, layers = configuration.recipe, configuration.placement, problem.layers
         setting, barriers = problem.setting(recipe), recipe.mode.barriers
         times = layer_times(problem, recipe)
         relative = _relative_times(problem, recipe)
-        uses = mean_uses(problem, recipe, split=one.shape.split)
+        uses = mean_uses(problem, recipe, split=configuration.shape.split)
         passing = max(use.passing for use in uses)
-        others, experts = _parameters(problem, recipe.parallelism.tp, recipe.parallelism.ep)
-        state = sum(state_floor(problem, recipe, Parameters(math.fsum(others), math.fsum(experts)))) / layers
+        dense, experts = _parameters(problem, recipe.parallelism.tp, recipe.parallelism.ep)
+        state = sum(state_floor(problem, recipe, Parameters(math.fsum(dense), math.fsum(experts)))) / layers
         room, free = [], usable(problem, recipe)
-        logits = [size * (1 if barriers else one.shape.at_the_end) for size in logits_bytes(problem, one, setting)]
-        for device, held in enumerate(layers_of_devices(one)):
-            all_of_it = parameters_per_device(problem, one)[device]
-            ends = Parameters(max(0.0, all_of_it.others - sum(others[layer] for layer in held)), 0.0)
+        logits = [
+            size * (1 if barriers else configuration.shape.at_the_end)
+            for size in logits_bytes(problem, configuration, setting)
+        ]
+        for device, held in enumerate(layers_of_devices(configuration)):
+            parameters = parameters_per_device(problem, configuration)[device]
+            ends = Parameters(max(0.0, parameters.others - sum(dense[layer] for layer in held)), 0.0)
             room.append(free - sum(state_floor(problem, recipe, ends)) - logits[device] - passing)
         policies: tuple[str, ...] = POLICIES
-        if "activation_checkpointing" not in one.open:  # of layers with several, that which keeps most
-            policies = (min(one.checkpointing, key=POLICIES.index),)
-        more = barriers * placement.devices / placement.stages
+        if "activation_checkpointing" not in configuration.open:  # of layers with several, that which keeps most
+            policies = (min(configuration.checkpointing, key=POLICIES.index),)
+        held_by_barriers = barriers * placement.devices / placement.stages
         in_flight = [
-            [(min(waiting + more, recipe.microbatches), queued) for waiting, queued in moments]
-            for moments in one.shape.moments
+            [(min(waiting + held_by_barriers, recipe.microbatches), queued) for waiting, queued in moments]
+            for moments in configuration.shape.moments
         ]
         return cls(
-            shape=one.shape,
+            shape=configuration.shape,
             before=(0.0, *accumulate(relative)),
             alike=len(set(relative)) == 1,
             heads=tuple(head_layers * (device == placement.last_device) for device in range(placement.devices)),
@@ -185,11 +190,11 @@ class _Devices:
         """Time of a layer on average."""
         return self.before[-1] / (len(self.before) - 1)
 
-    def as_evaluated(self, one: Evaluation) -> _Devices:
+    def as_evaluated(self, evaluation: Evaluation) -> _Devices:
         """Return the same with no more room than the evaluation of a split has found."""
-        held = map(len, layers_of_devices(one.configuration))
-        found = zip(self.room, held, self.bytes, one.devices, strict=True)
-        room = tuple(min(free, layers * sizes[0] + use.spare) for free, layers, sizes, use in found)
+        held = map(len, layers_of_devices(evaluation.configuration))
+        devices = zip(self.room, held, self.bytes, evaluation.devices, strict=True)
+        room = tuple(min(free, layers * sizes[0] + use.spare) for free, layers, sizes, use in devices)
         return replace(self, room=room)
 
     def best(self, layers: int) -> Split | None:
@@ -217,19 +222,19 @@ class _Devices:
         return self._load(self.shape.placement.device_of(stage), last - first, self.before[last] - self.before[first])
 
     def _load(self, device: int, layers: int, seconds: float) -> tuple[float, float]:
-        lacks = self.lacking(device, layers)
-        return seconds + self.heads[device] + self._again(device, layers, lacks), max(0.0, lacks)
+        shortfall = self.lacking(device, layers)
+        return seconds + self.heads[device] + self._again(device, layers, shortfall), max(0.0, shortfall)
 
-    def _again(self, device: int, layers: int, lacks: float) -> float:
+    def _again(self, device: int, layers: int, shortfall: float) -> float:
         """Return the time of the least recomputation: some layers with the next policy, or all of them and some with
         the one after."""
-        if lacks <= 0:
+        if shortfall <= 0:
             return 0.0
         seconds = 0.0
-        for (more, less), each in zip(pairwise(self.bytes[device]), self.again, strict=True):
-            if layers * (more - less) >= lacks:
-                return layers * seconds + math.ceil(lacks / (more - less)) * max(0.0, each - seconds)
-            lacks, seconds = lacks - layers * (more - less), each
+        for (larger, smaller), next_seconds in zip(pairwise(self.bytes[device]), self.again, strict=True):
+            if layers * (larger - smaller) >= shortfall:
+                return layers * seconds + math.ceil(shortfall / (larger - smaller)) * max(0.0, next_seconds - seconds)
+            shortfall, seconds = shortfall - layers * (larger - smaller), next_seconds
         return math.inf
 
 
@@ -238,8 +243,8 @@ def _parameters(problem: Problem, ranks: int, members: int) -> tuple[tuple[float
 
     def parameters() -> tuple[tuple[float, ...], tuple[float, ...]]:
         works = problem.works
-        others = tuple((work.parameters - work.expert_parameters) / ranks for work in works)
-        return others, tuple(work.expert_parameters / ranks / members for work in works)
+        dense = tuple((work.parameters - work.expert_parameters) / ranks for work in works)
+        return dense, tuple(work.expert_parameters / ranks / members for work in works)
 
     return problem.once((_parameters, ranks, members), parameters)
 
@@ -248,6 +253,6 @@ def _most(
     state: float, uses: Sequence[LayerUse], moments: Sequence[tuple[float, float]], policies: Sequence[str]
 ) -> tuple[float, ...]:
     """Return the most bytes of a layer by policy; state: those that are always there."""
-    found = [state + max(held * use.waiting + later * use.queued for held, later in moments) for use in uses]
-    least = tuple(accumulate(found, min))
-    return tuple(least[POLICIES.index(policy)] for policy in policies)
+    sizes = [state + max(held * use.waiting + later * use.queued for held, later in moments) for use in uses]
+    smallest = tuple(accumulate(sizes, min))
+    return tuple(smallest[POLICIES.index(policy)] for policy in policies)

@@ -28,7 +28,7 @@ class WithoutPipeline:
 
 
 def without_pipeline(
-    found: Found,
+    result: Found,
     *,
     workers: int | None = None,
     cache: EvaluationCache | None = None,
@@ -37,22 +37,22 @@ def without_pipeline(
 ) -> tuple[WithoutPipeline, ...]:
     """Return the best layout of each kind, for the problem of a search and in its space; nothing for a space that has
     pipelines only, or no layout without any. seconds: for all of them."""
-    started, space = time.monotonic(), found.space
-    if found.problem.gpus == 1 or (space.pp is not None and 1 not in space.pp):
+    started, space = time.monotonic(), result.space
+    if result.problem.gpus == 1 or (space.pp is not None and 1 not in space.pp):
         return ()
     best = []
     for level, kind in KINDS.items():
         left = seconds - (time.monotonic() - started)
         if left <= 0:
             break
-        part = replace(space, pp=(1,), zero=(level,))
+        subspace = replace(space, pp=(1,), zero=(level,))
         try:
-            one = search_configurations(
-                found.problem, part, wanted=1, workers=workers, cache=cache, progress=progress, seconds=left
+            attempt = search_configurations(
+                result.problem, subspace, wanted=1, workers=workers, cache=cache, progress=progress, seconds=left
             )
         except InputError:  # nothing divides
             return ()
-        lacking = [] if one.best else by_lack(one)
-        if one.best is not None or lacking:
-            best.append(WithoutPipeline(kind, one.best, lacking[0] if lacking else None))
+        rejections = [] if attempt.best else by_lack(attempt)
+        if attempt.best is not None or rejections:
+            best.append(WithoutPipeline(kind, attempt.best, rejections[0] if rejections else None))
     return tuple(best)
