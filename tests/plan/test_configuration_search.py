@@ -237,7 +237,7 @@ def test_rejections_say_how_much_is_lacking_and_what_helps() -> None:
     rejections = explained(found)
     assert found.best is not None and rejections
     for one in rejections:
-        assert one.lacking > 0
+        assert one.shortfall > 0
         assert "device" in one.where or "parameters" in one.where
     helped = [one for one in rejections if one.fixes]
     assert helped and all(plan.fits for one in helped for _, plan in one.fixes)
@@ -257,7 +257,7 @@ def test_the_best_layouts_without_a_pipeline_stand_beside_the_plans() -> None:
     text, values = ranking.text(), ranking.to_dict()
     for one, said in zip(unpiped, values["without_pipeline"], strict=True):
         if one.plan is None:
-            assert one.nearest is not None and one.nearest.lacking > 0 and said["plan"] is None
+            assert one.nearest is not None and one.nearest.shortfall > 0 and said["plan"] is None
         else:
             assert one.plan.fits and one.plan.configuration.recipe.devices == 1
             assert said["plan"]["name"] == one.plan.configuration.name

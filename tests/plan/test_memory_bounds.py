@@ -76,5 +76,5 @@ def rejected(given: Problem, space: Space) -> Iterator[tuple[Configuration, int]
     for layout in draw.sample(found, len(found)):
         possible = list(configurations(given, space, layout, head_layers(given, layout)))
         for one in draw.sample(possible, min(2, len(possible))):
-            if lacking := work_bound(given, one, traced=True).lacking:
+            if lacking := work_bound(given, one, traced=True).shortfall:
                 yield one, lacking

@@ -71,14 +71,14 @@ def test_what_is_free_lowers_memory_and_costs_no_time(roomy: Problem, sample: Ca
 def test_copies_are_planned_where_memory_is_short_and_nowhere_else(roomy: Problem) -> None:
     one = configuration("1f1b", "vocab-2", open=("activation_checkpointing",), offload="least")
     plenty = evaluate(roomy, one)
-    assert plenty.configuration.offload == "scheduled" and not host(plenty) and not plenty.kept
+    assert plenty.configuration.offload == "scheduled" and not host(plenty) and not plenty.without_recomputation
     free = evaluate(roomy, one.with_offload("free"))
     between = (most(free) + most(plenty)) / 2 / GIB
     short = evaluate(problem(between * 1.05), one)
     assert short.fits and short.configuration.offload == "free" and host(short) > 0
     assert set(short.configuration.checkpointing) == {"none"}, "copies come before recomputation"
     assert short.seconds <= 1.02 * plenty.seconds
-    assert max(use.peak_bytes for use in short.kept) == most(plenty)
+    assert max(use.peak_bytes for use in short.without_recomputation) == most(plenty)
     without = evaluate(problem(between * 1.05), one.with_offload("scheduled"))
     assert without.fits and set(without.configuration.checkpointing) != {"none"}
     assert without.seconds > short.seconds

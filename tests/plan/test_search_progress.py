@@ -37,7 +37,7 @@ def complete(small: Problem) -> Found:
 
 @pytest.fixture(autouse=True)
 def always_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configuration_search, "TOLD_SECONDS", 0.0)
+    monkeypatch.setattr(configuration_search, "PROGRESS_INTERVAL", 0.0)
 
 
 def search(given: Problem, **options: Any) -> Found:

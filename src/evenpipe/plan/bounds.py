@@ -50,9 +50,9 @@ class Bound:
     fit. again: seconds of recomputation of each device per microbatch at least, as far as known."""
 
     seconds: float
-    lacking: int = 0
+    shortfall: int = 0
     device: int = 0
-    again: tuple[float, ...] = ()
+    recomputation: tuple[float, ...] = ()
 
 
 def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0, *, slices: bool = True) -> Bound:
@@ -100,7 +100,7 @@ def work_bound(problem: Problem, configuration: Configuration, *, traced: bool =
     return Bound(work + end_seconds(problem, configuration), shortfall, device, tuple(recomputation))
 
 
-def order_bound(problem: Problem, configuration: Configuration, again: Sequence[float] = ()) -> float:
+def order_bound(problem: Problem, configuration: Configuration, recomputation: Sequence[float] = ()) -> float:
     """Return a bound of one configuration without recomputation but that of `work_bound`: no order of its passes that
     holds as few microbatches is shorter."""
     shape, mode = configuration.shape, configuration.recipe.mode
@@ -108,7 +108,10 @@ def order_bound(problem: Problem, configuration: Configuration, again: Sequence[
     slices = configuration.recipe.slices
     costs_of_slices = list(costs_of(problem, configuration).by_slice(slices))
     if stages == slices == 1:  # else it is not known which pass takes longer
-        costs_of_slices, again = [_longer_backwards(costs, shape.placement, again) for costs in costs_of_slices], ()
+        costs_of_slices, recomputation = (
+            [_longer_backwards(costs, shape.placement, recomputation) for costs in costs_of_slices],
+            (),
+        )
     bound = best_bound(
         shape.placement,
         configuration.recipe.microbatches * slices,
@@ -116,7 +119,7 @@ def order_bound(problem: Problem, configuration: Configuration, again: Sequence[
         split=shape.split,
         vocabulary=mode,
         max_in_flight=[held + mode.barriers * stages for held in _in_flight(problem, configuration).stages],
-        again=[seconds / slices for seconds in again],
+        again=[seconds / slices for seconds in recomputation],
         proved=True,
     )
     return bound.value + end_seconds(problem, configuration)

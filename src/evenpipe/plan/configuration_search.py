@@ -76,7 +76,7 @@ MANY = 400
 QUICK = ("1f1b", "redistribute")
 """Schedule and vocabulary mode of the first answer, if the space has them: their orders are quick to generate."""
 
-TOLD_SECONDS = 0.2
+PROGRESS_INTERVAL = 0.2
 """Least time between two calls of `Progress`."""
 
 
@@ -120,7 +120,7 @@ class Found:
 
     @property
     def best(self) -> Evaluation | None:
-        return min((*self.plans[:1], *self.rough[:1]), key=_place, default=None)
+        return min((*self.plans[:1], *self.rough[:1]), key=_rank, default=None)
 
     @property
     def left(self) -> int:
@@ -177,13 +177,13 @@ def search_configurations(
     Raises InputError as `layouts`, and SearchInterrupted on Ctrl-C.
     """
     watch = _Watch(seconds, progress)
-    search = _Search(problem, space or usual_space(problem), wanted, watch, cache, each=each_vocabulary)
+    search = _Search(problem, space or usual_space(problem), wanted, watch, cache, each_vocabulary=each_vocabulary)
     watch.search = search
     try:
         try:
-            with watch.holding_interrupts(), _pool(problem, workers, watch) as evaluate_all:
+            with watch.deferring_interrupts(), _pool(problem, workers, watch) as evaluate_all:
                 search.answer_roughly(evaluate_all)
-                search.to_the_end(evaluate_all)
+                search.run(evaluate_all)
                 search.settle(evaluate_all, wanted)
         except _TimeIsUpError:
             search.end_early("time")
@@ -196,35 +196,35 @@ class _Watch:
     """Says how far a search is, and ends it at its time limit."""
 
     def __init__(self, limit: float, progress: Progress | None) -> None:
-        self.started = self.told = time.monotonic()
+        self.started = self.reported = time.monotonic()
         self.limit, self.progress = limit, progress
         self.search: _Search | None = None
         self.answer: Callable[[], object] = lambda: None
 
     @contextmanager
-    def holding_interrupts(self) -> Iterator[None]:
-        """Hold Ctrl-C back until the next `look` if it comes in a callback of freed memory, such as that of
+    def deferring_interrupts(self) -> Iterator[None]:
+        """Hold Ctrl-C back until the next `check` if it comes in a callback of freed memory, such as that of
         `memory.tracker`, or in a `__del__`: Python ignores what is raised there."""
         ignored = ("gone", "__del__")
-        with _holding(lambda frame: frame is not None and frame.f_code.co_name in ignored) as self.answer:
+        with _defer_interrupts(lambda frame: frame is not None and frame.f_code.co_name in ignored) as self.answer:
             yield
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.started
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Tell the progress now and then. Raises _TimeIsUpError."""
         self.answer()
         if self.seconds >= self.limit:
             raise _TimeIsUpError
-        if self.search is not None and time.monotonic() - self.told >= TOLD_SECONDS:
-            self.tell(self.search.standing())
+        if self.search is not None and time.monotonic() - self.reported >= PROGRESS_INTERVAL:
+            self.report(self.search.progress_so_far())
 
-    def tell(self, result: Found) -> None:
+    def report(self, result: Found) -> None:
         if self.progress is not None:
             self.progress(result)
-        self.told = time.monotonic()
+        self.reported = time.monotonic()
 
 
 _Sizes = list[tuple[float, Recipe]]
@@ -240,16 +240,16 @@ class _Search:
         watch: _Watch,
         cache: EvaluationCache | None = None,
         *,
-        each: bool = False,
+        each_vocabulary: bool = False,
     ) -> None:
         """each: also the fastest plan of each vocabulary mode is wanted."""
-        self.problem, self.space, self.wanted, self.each = problem, space, wanted, each
+        self.problem, self.space, self.wanted, self.each_vocabulary = problem, space, wanted, each_vocabulary
         self.watch, self.cache = watch, cache or EvaluationCache()
         self.found = Found(problem, space)
         self.numbers = count()
         self.heap: list[tuple[float, int, _Sizes | Configuration]] = []
-        self.asked: dict[Configuration, Configuration] = {}  # by evaluated configuration: with its open fields
-        self.sharp: dict[Configuration, float] = {}  # bounds of those that have that of `order_bound`
+        self.requested: dict[Configuration, Configuration] = {}  # by evaluated configuration: with its open fields
+        self.sharp_bounds: dict[Configuration, float] = {}  # bounds of those that have that of `order_bound`
         self.times: list[float] = []  # times of the plans that fit, ascending
         self.best_of: dict[str, float] = {}  # by vocabulary mode
         self.losses: dict[Any, list[float]] = defaultdict(list)  # by `_families`: times over bounds
@@ -260,7 +260,7 @@ class _Search:
         for layout in layouts(problem, space):
             self.found.layouts += 1
             bound = layout_bound(problem, layout, most_on_host, slices=slices)
-            if bound.lacking:
+            if bound.shortfall:
                 self.found.rejected.append(Rejected(layout, None, bound))
             else:
                 alike.setdefault(_axes(layout), []).append((bound.seconds, layout))
@@ -282,35 +282,35 @@ class _Search:
         )
         if self.found.layouts < MANY or usual == self.space:
             return
-        self._search_part(usual, evaluate_all)
+        self._search_subspace(usual, evaluate_all)
         if self.found.rough:
             recipe = self.found.rough[0].configuration.recipe
             axes: dict[str, Any] = {axis: (getattr(recipe.parallelism, axis),) for axis in (*AXES, "zero")}
             sizes = (recipe.batch.microbatch_size,)
-            self._search_part(replace(self.space, **axes, microbatch_sizes=sizes), evaluate_all)
+            self._search_subspace(replace(self.space, **axes, microbatch_sizes=sizes), evaluate_all)
 
-    def _search_part(self, space: Space, evaluate_all: _EvaluateAll) -> None:
+    def _search_subspace(self, space: Space, evaluate_all: _EvaluateAll) -> None:
         """Add the fastest plans of a part of the space to the rough ones."""
         search = _Search(self.problem, space, 1, self.watch)
-        search.asked, search.found.plans = self.asked, self.found.rough
-        search.to_the_end(evaluate_all)
+        search.requested, search.found.plans = self.requested, self.found.rough
+        search.run(evaluate_all)
 
-    def to_the_end(self, evaluate_all: _EvaluateAll) -> None:
+    def run(self, evaluate_all: _EvaluateAll) -> None:
         """Search until no better plan is possible."""
         while batch := self._next():
             limits = [self._limit(_mode(configuration)) for configuration in batch]
             evaluations = self.cache.evaluated(batch, limits, evaluate_all, "roughly")
             for configuration, evaluation in zip(batch, evaluations, strict=True):
-                self.asked[evaluation.configuration] = configuration
-                self._take(evaluation)
+                self.requested[evaluation.configuration] = configuration
+                self._add(evaluation)
                 if evaluation.late or evaluation.fits:
-                    loss = evaluation.seconds / self.sharp[configuration]
+                    loss = evaluation.seconds / self.sharp_bounds[configuration]
                     for family in _families(configuration):
                         self.losses[family].append(loss)
-            self.watch.look()
+            self.watch.check()
         self.found.rough.clear()
 
-    def standing(self) -> Found:
+    def progress_so_far(self) -> Found:
         """Return what is known, with how much is left."""
         result, limit = self.found, self._limit(*self.space.vocabularies)
         left = [node for bound, _, node in self.heap if bound < limit]
@@ -327,9 +327,9 @@ class _Search:
         for plan in result.rough:
             if plan.configuration not in known:
                 known.add(plan.configuration)
-                insort(result.plans, plan, key=_place)
+                insort(result.plans, plan, key=_rank)
         result.rough.clear()
-        self.watch.tell(self.standing())
+        self.watch.report(self.progress_so_far())
         self.settle(partial(_evaluate_alone, self.problem), 0)
 
     def result(self) -> Found:
@@ -344,18 +344,18 @@ class _Search:
         plans, exact, timed = self.found.plans, set[Configuration](), set[Configuration]()
         while True:
             self.found.failed += (plan for plan in plans if not plan.fits)
-            plans[:] = sorted((plan for plan in plans if plan.fits), key=_place)
+            plans[:] = sorted((plan for plan in plans if plan.fits), key=_rank)
             leading = self._leading()
             shown = sorted({*range(len(plans))[:wanted], *leading})
             inexact = [n for n in shown if plans[n].configuration not in exact]
             first = next((n for n in leading if plans[n].configuration not in timed), None)
             if inexact:
-                configurations = [self.asked[plans[n].configuration] for n in inexact]
+                configurations = [self.requested[plans[n].configuration] for n in inexact]
                 evaluated = self.cache.evaluated(
                     configurations, [math.inf] * len(configurations), evaluate_all, "times"
                 )
                 for n, configuration, plan in zip(inexact, configurations, evaluated, strict=True):
-                    plans[n], self.asked[plan.configuration] = plan, configuration
+                    plans[n], self.requested[plan.configuration] = plan, configuration
                     exact.add(plan.configuration)
             elif first is not None:
                 plans[first] = self.cache.whole(plans[first], partial(timed_whole, self.problem))
@@ -367,7 +367,7 @@ class _Search:
         """Return the places of the fastest plan, or of that of every mode."""
         leading: dict[str | None, int] = {}
         for position, plan in enumerate(self.found.plans):
-            leading.setdefault(_mode(plan.configuration) if self.each else None, position)
+            leading.setdefault(_mode(plan.configuration) if self.each_vocabulary else None, position)
         return leading.values()
 
     def _push_layouts(self, sizes: _Sizes) -> None:
@@ -383,7 +383,7 @@ class _Search:
         batch: list[Configuration] = []
         unknown: set[Any] = set()
         while self.heap and len(batch) < min(TOGETHER, 2 * self.wanted):
-            self.watch.look()
+            self.watch.check()
             seconds, _, node = heapq.heappop(self.heap)
             if not batch:
                 self.found.least_seconds = max(self.found.least_seconds, seconds)
@@ -393,12 +393,12 @@ class _Search:
                 self._open(node)
             elif self._skip(node):
                 continue
-            elif node not in self.sharp:
+            elif node not in self.sharp_bounds:
                 bound = work_bound(self.problem, node, traced=True)
-                if bound.lacking:
+                if bound.shortfall:
                     self._reject(node, bound)
                 else:
-                    self.sharp[node] = max(bound.seconds, order_bound(self.problem, node, bound.again))
+                    self.sharp_bounds[node] = max(bound.seconds, order_bound(self.problem, node, bound.recomputation))
                     self._push(self._expected(node), node)
             elif (expected := self._expected(node)) > seconds:
                 self._push(expected, node)
@@ -416,7 +416,7 @@ class _Search:
     def _limit(self, *modes: str | None) -> float:
         """Return the time that a plan must beat that has one of these vocabulary modes; None: on a single device."""
         limits = [self.times[self.wanted - 1] if len(self.times) >= self.wanted else math.inf]
-        if self.each:
+        if self.each_vocabulary:
             limits += [self.best_of.get(mode, math.inf) for mode in modes if mode is not None]
         return WORTH * max(limits)
 
@@ -424,7 +424,7 @@ class _Search:
         """Return the bound on the step with the empirical factor."""
         known = [self.losses[family] for family in _families(configuration)] if configuration.recipe.devices > 1 else []
         loss = max((min(losses) for losses in known if len(losses) >= ENOUGH), default=1.0)
-        return self.sharp[configuration] * (1 + LOSS_SHARE * (loss - 1))
+        return self.sharp_bounds[configuration] * (1 + LOSS_SHARE * (loss - 1))
 
     def _open(self, sizes: _Sizes) -> None:
         """Compute bounds of all configurations of the layout with the fewest sequences per microbatch that may be fast
@@ -439,7 +439,7 @@ class _Search:
             if self._skip(configuration):
                 continue
             bound = work_bound(self.problem, configuration)
-            if bound.lacking:
+            if bound.shortfall:
                 self._reject(configuration, bound)
             else:
                 may_fit = True
@@ -458,7 +458,7 @@ class _Search:
         key, size = _all_but_size(configuration), configuration.recipe.batch.microbatch_size
         self.too_large[key] = min(size, self.too_large.get(key, size))
 
-    def _take(self, evaluation: Evaluation) -> None:
+    def _add(self, evaluation: Evaluation) -> None:
         result, configuration = self.found, evaluation.configuration
         result.evaluated += 1
         if not evaluation.fits:
@@ -468,7 +468,7 @@ class _Search:
             return
         if evaluation.late:
             return
-        insort(result.plans, evaluation, key=_place)
+        insort(result.plans, evaluation, key=_rank)
         self.times.append(evaluation.seconds)
         self.times.sort()
         mode = _mode(configuration)
@@ -482,7 +482,7 @@ def head_layers(problem: Problem, layout: Recipe) -> float:
     return head / layers[-1]
 
 
-def _place(plan: Evaluation) -> tuple[float, str]:
+def _rank(plan: Evaluation) -> tuple[float, str]:
     return plan.seconds, plan.configuration.name
 
 
@@ -547,18 +547,18 @@ def _pool(problem: Problem, workers: int | None, watch: _Watch) -> Iterator[_Eva
         yield partial(_evaluate_in, executor, watch)
     finally:
         _problem = None
-        with _undivided():
+        with _uninterrupted():
             ending.set()
             executor.shutdown(cancel_futures=True)
 
 
-def _undivided() -> AbstractContextManager[object]:
+def _uninterrupted() -> AbstractContextManager[object]:
     """Hold Ctrl-C back until the end of the context: an executor that it reaches in the middle of a call never ends."""
-    return _holding(lambda frame: True)
+    return _defer_interrupts(lambda frame: True)
 
 
 @contextmanager
-def _holding(when: Callable[[FrameType | None], bool]) -> Iterator[Callable[[], None]]:
+def _defer_interrupts(when: Callable[[FrameType | None], bool]) -> Iterator[Callable[[], None]]:
     """Hold Ctrl-C back when it comes in such a frame. Yields a function that lets it through, as the end does."""
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
@@ -604,16 +604,16 @@ def _evaluate_in(
     executor: Executor, watch: _Watch, batch: Sequence[Configuration], limits: Sequence[float], by: ArrangedBy
 ) -> Iterator[Evaluation]:
     """Evaluate in worker processes, with a look at the watch while they compute."""
-    with _undivided():
+    with _uninterrupted():
         running = [
             executor.submit(_evaluate_here, configuration, limit, by)
             for configuration, limit in zip(batch, limits, strict=True)
         ]
     for future in running:
         while not future.done():
-            watch.look()
-            with _undivided():
-                wait([future], timeout=TOLD_SECONDS)
+            watch.check()
+            with _uninterrupted():
+                wait([future], timeout=PROGRESS_INTERVAL)
         yield future.result()
 
 
@@ -636,7 +636,7 @@ def _evaluate_alone(
     """Evaluate in this process."""
     for configuration, limit in zip(batch, limits, strict=True):
         if watch is not None:
-            watch.look()
+            watch.check()
         yield evaluate(replace(problem, arranged_by=by), configuration, limit)
 
 

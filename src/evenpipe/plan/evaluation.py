@@ -52,7 +52,7 @@ class Evaluation:
     """With one checkpointing policy per layer if it fits."""
     devices: tuple[DeviceUse, ...]
     """Memory; if the plan does not fit, with the policy that needs the least."""
-    kept: tuple[DeviceUse, ...] = ()
+    without_recomputation: tuple[DeviceUse, ...] = ()
     """Memory without recomputation, if that does not fit."""
     seconds: float = math.inf
     """Time of a step; infinite if it does not fit."""
@@ -62,7 +62,7 @@ class Evaluation:
     """Part of it for the sum over replicas and the optimizer."""
     busy: tuple[float, ...] = ()
     """Time in passes per microbatch."""
-    again: tuple[float, ...] = ()
+    recomputation: tuple[float, ...] = ()
     """Part of it for recomputation."""
     fault: str = ""
     """Why there is no such plan, apart from memory."""
@@ -117,9 +117,9 @@ class Evaluation:
             "mean_busy": self.mean_busy if self.busy else None,
             "bubble_rate": self.bubble_rate if self.busy else None,
             "busy": list(self.busy),
-            "again": list(self.again),
+            "again": list(self.recomputation),
             "devices": [asdict(device) for device in self.devices],
-            "devices_if_nothing_is_computed_again": [asdict(device) for device in self.kept],
+            "devices_if_nothing_is_computed_again": [asdict(device) for device in self.without_recomputation],
         }
 
 
@@ -129,7 +129,7 @@ def evaluate(problem: Problem, configuration: Configuration, limit: float = math
     if configuration.host_share is not None:
         return _evaluate(problem, configuration, limit)
     resident = _evaluate(problem, replace(configuration, host_share=0.0), limit)
-    if resident.fault or not (resident.kept or not resident.fits):
+    if resident.fault or not (resident.without_recomputation or not resident.fits):
         return resident
     share = _share_on_host(problem, resident)
     offloaded = _evaluate(problem, replace(configuration, host_share=share), min(limit, resident.seconds))
@@ -138,7 +138,7 @@ def evaluate(problem: Problem, configuration: Configuration, limit: float = math
 
 def _share_on_host(problem: Problem, resident: Evaluation) -> float:
     """Return the least share, in quarters, with which everything else certainly fits on the devices; else 1."""
-    configuration, uses = resident.configuration, resident.kept or resident.devices
+    configuration, uses = resident.configuration, resident.without_recomputation or resident.devices
     parameters = parameters_per_device(problem, configuration)
     share = max(
         -use.spare / _moments(problem, configuration.recipe, held) for use, held in zip(uses, parameters, strict=True)
@@ -162,7 +162,9 @@ def _evaluate(problem: Problem, configuration: Configuration, limit: float) -> E
     decided = memory.configuration
     if quickest is None or set(decided.checkpointing) != set(quickest.configuration.checkpointing):
         quickest = timed(problem, decided, limit)
-    return replace(quickest, configuration=decided, devices=memory.devices, kept=memory.kept)
+    return replace(
+        quickest, configuration=decided, devices=memory.devices, without_recomputation=memory.without_recomputation
+    )
 
 
 def _without_recomputation(configuration: Configuration) -> Configuration:
@@ -228,7 +230,7 @@ def _with_least_work(problem: Problem, configuration: Configuration) -> Evaluati
         pipeline_seconds=pipeline_seconds,
         end_seconds=end,
         busy=tuple(busy),
-        again=tuple(max(0.0, total - plain_seconds) for total, plain_seconds in zip(busy, plain, strict=True)),
+        recomputation=tuple(max(0.0, total - plain_seconds) for total, plain_seconds in zip(busy, plain, strict=True)),
         late=True,
     )
 
@@ -250,7 +252,7 @@ def least_work(problem: Problem, configuration: Configuration) -> list[float]:
     recipe = configuration.recipe
     sizes = computing(recipe.parallelism), recipe.batch.microbatch_size, recipe.slices
     split = configuration.placement, configuration.layers_per_stage, recipe.activation_checkpointing, recipe.vocabulary
-    return problem.lately((least_work, sizes, split), lambda: _least_work(problem, configuration))
+    return problem.cached((least_work, sizes, split), lambda: _least_work(problem, configuration))
 
 
 def _least_work(problem: Problem, configuration: Configuration) -> list[float]:
@@ -272,7 +274,7 @@ def end_seconds(problem: Problem, configuration: Configuration) -> float:
     recipe, parameters = configuration.recipe, parameters_per_device(problem, configuration)
     device = max(range(len(parameters)), key=lambda device: parameters[device].all)
     largest, setting = parameters[device], problem.setting(recipe, together=True)
-    overlapped = beside_exchange(problem, configuration, device)
+    overlapped = overlapped_passes(problem, configuration, device)
     seconds = step_end_seconds(largest, setting, zero=recipe.parallelism.zero, beside=overlapped)
     if not configuration.host_share:
         return seconds
@@ -281,7 +283,7 @@ def end_seconds(problem: Problem, configuration: Configuration) -> float:
     return seconds + moved / problem.hardware.host_bandwidth
 
 
-def beside_exchange(problem: Problem, configuration: Configuration, device: int) -> Beside:
+def overlapped_passes(problem: Problem, configuration: Configuration, device: int) -> Beside:
     """Return what a device computes while replicas exchange its parameters and gradients."""
     recipe, stages = configuration.recipe, configuration.placement.stages_of(device)
     by_layer, by_part = exchanged_parts(problem, recipe)
@@ -352,16 +354,17 @@ def _memory(problem: Problem, configuration: Configuration, microbatches: int, l
     """Return the memory of a configuration, with its policies and copies; that of a late one is not computed."""
     if configuration.offload != LEAST:
         return _recomputing(problem, configuration, microbatches, limit)
-    policies = _given(problem, configuration) or ("none",) * problem.layers
-    scheduled = _held(problem, configuration.with_offload("scheduled"), policies, microbatches)
+    policies = _fixed_policies(problem, configuration) or ("none",) * problem.layers
+    scheduled = _memory_with(problem, configuration.with_offload("scheduled"), policies, microbatches)
     if scheduled.fits:
         return scheduled
     return replace(
-        _recomputing(problem, configuration.with_offload("free"), microbatches, limit), kept=scheduled.devices
+        _recomputing(problem, configuration.with_offload("free"), microbatches, limit),
+        without_recomputation=scheduled.devices,
     )
 
 
-def _given(problem: Problem, configuration: Configuration) -> tuple[str, ...] | None:
+def _fixed_policies(problem: Problem, configuration: Configuration) -> tuple[str, ...] | None:
     """Return policies, one per layer; None if they are open."""
     return (
         None
@@ -370,7 +373,7 @@ def _given(problem: Problem, configuration: Configuration) -> tuple[str, ...] | 
     )
 
 
-def _held(
+def _memory_with(
     problem: Problem, configuration: Configuration, policies: tuple[str, ...], microbatches: int, *, quick: bool = False
 ) -> Evaluation:
     """Return the memory with these policies; `quick`: in an order arranged without recomputation, which is arranged
@@ -404,10 +407,10 @@ def _with_copies(problem: Problem, configuration: Configuration, microbatches: i
 
 def _recomputing(problem: Problem, configuration: Configuration, microbatches: int, limit: float) -> Evaluation:
     """Return the memory with as little recomputation as needed, if that is open."""
-    fixed_policies = _given(problem, configuration)
+    fixed_policies = _fixed_policies(problem, configuration)
     if fixed_policies is not None:
-        return _held(problem, configuration, fixed_policies, microbatches)
-    keeping_all = _held(problem, configuration, ("none",) * problem.layers, microbatches)
+        return _memory_with(problem, configuration, fixed_policies, microbatches)
+    keeping_all = _memory_with(problem, configuration, ("none",) * problem.layers, microbatches)
     if keeping_all.fits:
         return keeping_all
     device_layers, ladders, steps = (
@@ -444,15 +447,17 @@ def _recomputing(problem: Problem, configuration: Configuration, microbatches: i
             ladders[device] = _ladder(count, between="none")
         last = len(ladders[device]) - 1
         if not fits(device, last):
-            full = _held(problem, configuration, ("full",) * problem.layers, microbatches, quick=True)
-            return replace(full, kept=keeping_all.devices)
+            full = _memory_with(problem, configuration, ("full",) * problem.layers, microbatches, quick=True)
+            return replace(full, without_recomputation=keeping_all.devices)
         steps[device] = bisect_left(range(last), True, 1, key=partial(fits, device))
     lower_bound = _with_least_work(problem, configuration.decided(activation_checkpointing=policies()))
     if lower_bound.seconds >= limit:
         return lower_bound
 
     def tried() -> Evaluation:
-        return replace(_held(problem, configuration, policies(), microbatches), kept=keeping_all.devices)
+        return replace(
+            _memory_with(problem, configuration, policies(), microbatches), without_recomputation=keeping_all.devices
+        )
 
     attempt = tried()
     while overfull := [device for device, use in enumerate(attempt.devices) if not use.fits]:

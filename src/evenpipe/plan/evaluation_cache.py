@@ -21,7 +21,7 @@ from .device_memory import DeviceUse
 from .evaluation import Evaluation
 from .problem import ArrangedBy, Problem
 
-_FIELDS = ("seconds", "pipeline_seconds", "end_seconds", "busy", "again", "fault", "late")
+_FIELDS = ("seconds", "pipeline_seconds", "end_seconds", "busy", "recomputation", "fault", "late")
 _CHOSEN = ("open", "copy_seconds", "host_share")
 """Fields of the configuration that an evaluation decides, besides its recipe."""
 
@@ -91,7 +91,7 @@ def _to_entry(evaluation: Evaluation) -> dict[str, Any]:
     offload = configuration.recipe.offload
     entry["offload"] = {"activations": offload.activations, "copy_time": offload.copy_time}
     entry["checkpointing"] = configuration.recipe.activation_checkpointing
-    for name in ("devices", "kept"):
+    for name in ("devices", "without_recomputation"):
         entry[name] = [asdict(device) for device in getattr(evaluation, name)]
     if not evaluation.busy:
         del entry["seconds"]  # infinite
@@ -106,7 +106,9 @@ def _from_entry(requested: Configuration, entry: dict[str, Any]) -> Evaluation:
         offload=OffloadOptions(**_tuples(fields.pop("offload"))),
     )
     configuration = replace(requested, recipe=recipe, **_tuples(fields.pop("configuration")))
-    fields |= {name: tuple(DeviceUse(**device) for device in fields[name]) for name in ("devices", "kept")}
+    fields |= {
+        name: tuple(DeviceUse(**device) for device in fields[name]) for name in ("devices", "without_recomputation")
+    }
     return Evaluation(configuration=configuration, **fields)
 
 

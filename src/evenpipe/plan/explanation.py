@@ -234,7 +234,11 @@ class Explanation:
         usual = self.usual.seconds
         speed = "" if math.isinf(usual) else f"{usual / evaluation.seconds:.2f}x"
         uneven = max(evaluation.busy) / (sum(evaluation.busy) / len(evaluation.busy))
-        recomputed = "" if max(evaluation.again) == 0 else f"{100 * sum(evaluation.again) / sum(evaluation.busy):.0f} %"
+        recomputed = (
+            ""
+            if max(evaluation.recomputation) == 0
+            else f"{100 * sum(evaluation.recomputation) / sum(evaluation.busy):.0f} %"
+        )
         return (
             seconds_text(evaluation.seconds),
             speed,
@@ -366,13 +370,13 @@ def _evaluated(problem: Problem, layout: Recipe, schedule: str, mode: str, offlo
     bounds = [work_bound(problem, configuration, traced=True) for configuration in possible]
     best: Evaluation | None = None
     for bound, configuration in sorted(
-        zip(bounds, possible, strict=True), key=lambda pair: (pair[0].lacking, pair[0].seconds)
+        zip(bounds, possible, strict=True), key=lambda pair: (pair[0].shortfall, pair[0].seconds)
     ):
         limit = math.inf if best is None else best.seconds
         if (
             best is not None
             and best.fits
-            and (bound.lacking or order_bound(problem, configuration, bound.again) >= limit)
+            and (bound.shortfall or order_bound(problem, configuration, bound.recomputation) >= limit)
         ):
             continue
         evaluation = evaluate(problem, configuration, limit)

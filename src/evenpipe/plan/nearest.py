@@ -16,7 +16,7 @@ from .configuration_search import Found, Progress, search_configurations
 from .evaluation import Evaluation
 from .evaluation_cache import EvaluationCache
 from .problem import Problem
-from .ranking import Rejection, by_lack
+from .ranking import Rejection, by_shortfall
 from .space import Space
 
 MORE = (2, 4, 8, 16)
@@ -107,7 +107,7 @@ def nearest(
         if plan is not None:
             remedies.append(Remedy(count(gpus, "GPU"), plan))
             break
-    rejections = by_lack(result)
+    rejections = by_shortfall(result)
     return Nearest(rejections[0] if rejections else None, tuple(remedies), finished)
 
 

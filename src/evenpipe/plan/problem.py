@@ -34,8 +34,8 @@ ArrangedBy = Literal["times", "roughly", "flops"]
 """What arranges orders: times of passes on this hardware, as in a run; the same, but roughly, as in `Programs.of`; or
 FLOPs, as on unknown hardware."""
 
-KEPT = 4096
-"""Results that `Problem.lately` keeps."""
+CACHE_SIZE = 4096
+"""Results that `Problem.cached` keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +56,14 @@ class Problem(TimedModel):
         """What orders are arranged by: the times of passes on this hardware."""
         return known_times(self)
 
-    def lately(self, key: Any, make: Callable[[], Found]) -> Found:
+    def cached(self, key: Any, make: Callable[[], Found]) -> Found:
         """As `once`, of many keys: what was not needed for long is made again."""
         recent: OrderedDict[Any, Any] = self.once(OrderedDict, OrderedDict)
         if key in recent:
             recent.move_to_end(key)
         else:
             recent[key] = make()
-            if len(recent) > KEPT:
+            if len(recent) > CACHE_SIZE:
                 recent.popitem(last=False)
         result: Found = recent[key]
         return result

@@ -83,7 +83,7 @@ class Programs:
         self.in_flight = lru_cache(maxsize=512)(self._in_flight)
         self._program = lru_cache(maxsize=64)(self._arranged)
         self._generated = lru_cache(maxsize=64)(_generated)
-        self._whatever_the_times = lru_cache(maxsize=64)(_whatever_the_times)
+        self._time_independent_order = lru_cache(maxsize=64)(_time_independent_order)
         self._by_stage = lru_cache(maxsize=512)(_held_by_stage)
 
     def of(self, recipe: Recipe, microbatches: int, *, roughly: bool = False) -> tuple[Order, Program]:
@@ -135,7 +135,7 @@ class Programs:
             order, _ = self._program(replace(recipe, offload=OffloadOptions()))
             order = with_offload(order, costs, recipe.offload.activations, recipe.offload.host_memory)
         elif _fixed(shape, recipe.vocabulary, recipe.offload):
-            order = self._whatever_the_times(replace(recipe, vocabulary="first-last", costs=None))
+            order = self._time_independent_order(replace(recipe, vocabulary="first-last", costs=None))
         else:
             order = order_by(recipe, costs, recipe.vocabulary, self._make)
         return order, add_communication(order, costs, recipe.sharing)
@@ -213,7 +213,7 @@ def _fixed(shape: Shape, vocabulary: str, offload: OffloadOptions) -> bool:
     )
 
 
-def _whatever_the_times(recipe: Recipe) -> Order:
+def _time_independent_order(recipe: Recipe) -> Order:
     return order_by(recipe, None, recipe.vocabulary)
 
 

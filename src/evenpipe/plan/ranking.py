@@ -69,8 +69,8 @@ def binding(problem: Problem, plan: Evaluation) -> str:
         limits.append(f"device {busiest} with {100 * (work[busiest] / mean - 1):.0f} % more work than the mean")
     if plan.bubble_rate > 0.03:
         limits.append(f"bubble of {100 * plan.bubble_rate:.0f} % on the busiest device")
-    if max(plan.again) > 0:
-        recomputed = sum(plan.again) / sum(work)
+    if max(plan.recomputation) > 0:
+        recomputed = sum(plan.recomputation) / sum(work)
         limits.append(f"recomputation, {100 * recomputed:.0f} % of the work")
     if plan.end_seconds > 0.03 * plan.seconds:
         limits.append(f"gradients and optimizer, {100 * plan.end_seconds / plan.seconds:.0f} % of the step")
@@ -247,7 +247,7 @@ class Ranking:
         for alternative in self.unpiped:
             if alternative.plan is None:
                 assert alternative.nearest is not None
-                remark = f"without a pipeline: {gib_text(alternative.nearest.lacking)} too much"
+                remark = f"without a pipeline: {gib_text(alternative.nearest.shortfall)} too much"
                 rows.append(("", alternative.kind, "-", "-", "-", "-", "-", "-", remark))
             elif alternative.plan.configuration not in shown:
                 rows.append(self._row("", alternative.plan, "without a pipeline"))
@@ -364,13 +364,13 @@ class Rejection:
     """Why a configuration does not fit, and the plans nearest to it. fixes: (the change, its plan)."""
 
     name: str
-    lacking: int
+    shortfall: int
     where: str
     seconds: float
     fixes: tuple[tuple[str, Evaluation], ...]
 
     def text(self) -> str:
-        line = f"{self.name}: out of memory by up to {gib_text(self.lacking)} {self.where}"
+        line = f"{self.name}: out of memory by up to {gib_text(self.shortfall)} {self.where}"
         if not self.fixes:
             return line
         offers = ", ".join(f"{change} {100 * (plan.seconds / self.seconds - 1):+.1f} %" for change, plan in self.fixes)
@@ -379,7 +379,7 @@ class Rejection:
     def to_dict(self) -> dict[str, Any]:
         return {
             "name": self.name,
-            "lacking_bytes": self.lacking,
+            "lacking_bytes": self.shortfall,
             "where": self.where,
             "fixes": [
                 {"change": change, "plan": plan.configuration.name, "seconds": plan.seconds}
@@ -399,7 +399,7 @@ def explained(result: Found) -> list[Rejection]:
             plan,
         )
         for plan in (*result.failed, *result.plans)
-        if plan.kept or (plan.devices and not plan.fits)
+        if plan.without_recomputation or (plan.devices and not plan.fits)
     ]
     seen: set[tuple[Any, ...]] = set()
     rejections: list[Rejection] = []
@@ -414,7 +414,7 @@ def explained(result: Found) -> list[Rejection]:
     return rejections + [_of_floor(rejected) for rejected in fastest.values()][: REJECTED - len(rejections)]
 
 
-def by_lack(result: Found) -> list[Rejection]:
+def by_shortfall(result: Found) -> list[Rejection]:
     """Return what does not fit, with the least lack of memory first."""
     rejections = [
         _of_plan(result, plan, plan.configuration.name, plan.seconds)
@@ -422,7 +422,7 @@ def by_lack(result: Found) -> list[Rejection]:
         if plan.devices and not plan.fault
     ]
     return sorted(
-        [*rejections, *map(_of_floor, _rejected(result))], key=lambda rejection: (rejection.lacking, rejection.name)
+        [*rejections, *map(_of_floor, _rejected(result))], key=lambda rejection: (rejection.shortfall, rejection.name)
     )
 
 
@@ -435,13 +435,13 @@ def _rejected(result: Found, limit: float = math.inf) -> list[Rejected]:
 
 def _of_plan(result: Found, plan: Evaluation, name: str, seconds: float) -> Rejection:
     """Return why a plan is slower than it would be with enough memory."""
-    uses = plan.kept or plan.devices
+    uses = plan.without_recomputation or plan.devices
     device = min(range(len(uses)), key=lambda device: uses[device].spare)
     where = f"on device {device}, {uses[device].event}"
     fixes: list[tuple[str, Evaluation]] = []
     if plan.fits:
         fixes.append((_measures(plan), plan))
-    elif plan.kept:
+    elif plan.without_recomputation:
         worst = plan.devices[plan.worst]
         where += f"; by {gib_text(-worst.spare)} on device {plan.worst} even if all layers keep only their input"
     alternatives = (fix for fix in _fixes(result, plan) if fix[1] is not plan)
@@ -471,7 +471,7 @@ def _of_floor(rejected: Rejected) -> Rejection:
     else:
         name = f"{name_of_axes(rejected.layout.parallelism)} {name_of_zero(rejected.layout.parallelism)}"
         where = "at least, for parameters, gradients and optimizer state alone"
-    return Rejection(name, rejected.bound.lacking, where, rejected.bound.seconds, ())
+    return Rejection(name, rejected.bound.shortfall, where, rejected.bound.seconds, ())
 
 
 def _fixes(result: Found, failed: Evaluation) -> Iterator[tuple[str, Evaluation]]:

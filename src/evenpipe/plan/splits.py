@@ -119,7 +119,7 @@ def _by_memory(problem: Problem, usual: Configuration, head_layers: float) -> tu
     head_layers: of the last device."""
     devices = _Devices.of(problem, usual, head_layers)
     held = map(len, layers_of_devices(usual))
-    if all(devices.lacking(device, layers) <= 0 for device, layers in enumerate(held)):
+    if all(devices.shortfall(device, layers) <= 0 for device, layers in enumerate(held)):
         return ()
     split = devices.best(problem.layers)
     return () if split is None else (split,)
@@ -141,7 +141,7 @@ class _Devices:
     """By device, bytes for its layers."""
     bytes: tuple[tuple[float, ...], ...]
     """By device, the most bytes of a layer by policy: none, selective, full; the given one alone if none is open."""
-    again: tuple[float, ...]
+    recomputation: tuple[float, ...]
     """Time of recomputation of all but the first of them."""
 
     @classmethod
@@ -178,8 +178,8 @@ class _Devices:
             alike=len(set(relative)) == 1,
             heads=tuple(head_layers * (device == placement.last_device) for device in range(placement.devices)),
             room=tuple(room),
-            bytes=tuple(_most(state, uses, moments, policies) for moments in in_flight),
-            again=tuple(
+            bytes=tuple(_most_bytes(state, uses, moments, policies) for moments in in_flight),
+            recomputation=tuple(
                 max(0.0, sum(extra_times(problem, recipe, policy)) / layers / (times[-1].forward + times[-1].backward))
                 for policy in policies[1:]
             ),
@@ -208,7 +208,7 @@ class _Devices:
             return None
         return over_stages(split, placement, self.heads[placement.last_device], self.mean)
 
-    def lacking(self, device: int, layers: int) -> float:
+    def shortfall(self, device: int, layers: int) -> float:
         """Return the bytes that a device lacks for so many layers that keep everything; negative if there is room."""
         return layers * self.bytes[device][0] - self.room[device]
 
@@ -222,7 +222,7 @@ class _Devices:
         return self._load(self.shape.placement.device_of(stage), last - first, self.before[last] - self.before[first])
 
     def _load(self, device: int, layers: int, seconds: float) -> tuple[float, float]:
-        shortfall = self.lacking(device, layers)
+        shortfall = self.shortfall(device, layers)
         return seconds + self.heads[device] + self._again(device, layers, shortfall), max(0.0, shortfall)
 
     def _again(self, device: int, layers: int, shortfall: float) -> float:
@@ -231,7 +231,7 @@ class _Devices:
         if shortfall <= 0:
             return 0.0
         seconds = 0.0
-        for (larger, smaller), next_seconds in zip(pairwise(self.bytes[device]), self.again, strict=True):
+        for (larger, smaller), next_seconds in zip(pairwise(self.bytes[device]), self.recomputation, strict=True):
             if layers * (larger - smaller) >= shortfall:
                 return layers * seconds + math.ceil(shortfall / (larger - smaller)) * max(0.0, next_seconds - seconds)
             shortfall, seconds = shortfall - layers * (larger - smaller), next_seconds
@@ -249,7 +249,7 @@ def _parameters(problem: Problem, ranks: int, members: int) -> tuple[tuple[float
     return problem.once((_parameters, ranks, members), parameters)
 
 
-def _most(
+def _most_bytes(
     state: float, uses: Sequence[LayerUse], moments: Sequence[tuple[float, float]], policies: Sequence[str]
 ) -> tuple[float, ...]:
     """Return the most bytes of a layer by policy; state: those that are always there."""

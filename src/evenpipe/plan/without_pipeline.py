@@ -12,7 +12,7 @@ from evenpipe.errors import InputError
 from .configuration_search import Found, Progress, search_configurations
 from .evaluation import Evaluation
 from .evaluation_cache import EvaluationCache
-from .ranking import Rejection, by_lack
+from .ranking import Rejection, by_shortfall
 
 KINDS: dict[Literal[0, 1, 2, 3], str] = {0: "whole replicas", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 """By ZeRO's level."""
@@ -52,7 +52,7 @@ def without_pipeline(
             )
         except InputError:  # nothing divides
             return ()
-        rejections = [] if attempt.best else by_lack(attempt)
+        rejections = [] if attempt.best else by_shortfall(attempt)
         if attempt.best is not None or rejections:
             best.append(WithoutPipeline(kind, attempt.best, rejections[0] if rejections else None))
     return tuple(best)
