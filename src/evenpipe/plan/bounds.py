@@ -1,13 +1,14 @@
-"""Lower bounds on configurations, in microseconds of computation, so that the search can skip most of them.
+"""Lower bounds on the step times of configurations, each computed in microseconds, so that the search can skip most.
 
-    layout          the work of a device with the mean of all, or with as many layers as the busiest has at least,
-                    x microbatches + the end of the step
-    configuration   first the busiest device's work with its recomputation, then the bound of `simulate.best_bound`
-                    with it; + the end of the step
+    layout          the mean work of all devices, or the work of the fewest layers that the busiest device can have,
+                    whichever is larger, x microbatches + the end of the step
+    configuration   first the work of the busiest device with its recomputation, then the bound of
+                    `simulate.best_bound` with that recomputation; + the end of the step
 
-The necessary recomputation follows from a lower bound on memory: parameters and their states; what the layers in flight
-before vocabulary passes are added keep (`layer_memory`); and for the output layer one exponential per logit of a
-microbatch. If a device exceeds its memory even when every layer keeps only its input, the configuration cannot fit.
+The necessary recomputation follows from a lower bound on memory: parameters and their states; the activations of the
+layers in flight before vocabulary passes are added (`layer_memory`); and, for the output layer, one exponential per
+logit of a microbatch. If a device exceeds its memory even when every layer keeps only its input, the configuration
+cannot fit.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ from .problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A lower bound on the step. lacking: bytes that `device` lacks at least, with full recomputation; 0 if it may
-    fit. again: seconds of recomputation of each device per microbatch at least, as far as known."""
+    """A lower bound on the step time. shortfall: the least bytes that `device` lacks, with full recomputation; 0 if it
+    may fit. recomputation: the least seconds of recomputation per microbatch on each device, as far as known.
+    """
 
     seconds: float
     shortfall: int = 0
@@ -56,12 +58,12 @@ class Bound:
 
 
 def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0, *, slices: bool = True) -> Bound:
-    """Return the bound of all configurations of a layout. host_share: the largest share of the optimizer's moments on
-    the host. slices: some may cut sequences."""
+    """Return a bound that holds for all configurations of a layout. host_share: the largest share of the optimizer's
+    moments on the host. slices: some configurations may cut sequences."""
     parallelism = layout.parallelism
     setting = problem.setting(layout)
     description = problem.description
-    # As if there were slices, which gather keys once less, and have no eager attention.
+    # As if there were slices, which need one gather of keys less and have no eager attention.
     span = (0, problem.sequence) if slices or parallelism.cp > 1 else None
     work, busiest = math.inf, math.inf
     for mode in ("first-last", "vocab-2"):
@@ -82,15 +84,15 @@ def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0, *, s
     by_layer, by_part = exchanged_parts(problem, layout)
     parts = -(-problem.layers // parallelism.pp) if by_part else 1
     exchanges = layout.microbatches if by_layer else 1
-    overlapped = Beside(parts, math.inf, math.inf, exchanges)  # at most so many parts, and all but one beside passes
+    overlapped = Beside(parts, math.inf, math.inf, exchanges)  # the most parts there can be, all but one overlapped
     seconds = pass_seconds + step_end_seconds(share, step_setting, zero=parallelism.zero, beside=overlapped)
     shortfall = state_floor(problem, layout, share, host_share)[0] - usable(problem, layout)
     return Bound(seconds, max(0, math.ceil(shortfall)))
 
 
 def work_bound(problem: Problem, configuration: Configuration, *, traced: bool = False) -> Bound:
-    """Return the bound of one configuration: the work of its busiest device, including recomputation. traced: by
-    layers that are traced, which takes longer."""
+    """Return the bound of one configuration: the work of its busiest device, including recomputation. traced: trace
+    the memory of layers, which takes longer."""
     recomputation, shortfall, device = _memory_floor(problem, configuration, traced=traced)
     busy = least_work(problem, configuration)
     work = (
@@ -101,13 +103,13 @@ def work_bound(problem: Problem, configuration: Configuration, *, traced: bool =
 
 
 def order_bound(problem: Problem, configuration: Configuration, recomputation: Sequence[float] = ()) -> float:
-    """Return a bound of one configuration without recomputation but that of `work_bound`: no order of its passes that
-    holds as few microbatches is shorter."""
+    """Return a bound of one configuration without recomputation except that of `work_bound`: no order of its passes
+    that holds as few microbatches is shorter."""
     shape, mode = configuration.shape, configuration.recipe.mode
     stages = shape.placement.stages // shape.placement.devices
     slices = configuration.recipe.slices
     costs_of_slices = list(costs_of(problem, configuration).by_slice(slices))
-    if stages == slices == 1:  # else it is not known which pass takes longer
+    if stages == slices == 1:  # otherwise it is unknown which passes take longer
         costs_of_slices, recomputation = (
             [_longer_backwards(costs, shape.placement, recomputation) for costs in costs_of_slices],
             (),
@@ -126,7 +128,7 @@ def order_bound(problem: Problem, configuration: Configuration, recomputation: S
 
 
 def _longer_backwards(costs: Costs, placement: Placement, recomputation: Sequence[float]) -> Costs:
-    """Return times of one stage per device, whose backwards compute again first."""
+    """Return costs for one stage per device whose backwards begin with the recomputation."""
     times = costs.stage_times(placement)
     whole, inputs = times[Kind.B], times[Kind.I]
     assert whole and inputs
@@ -143,11 +145,11 @@ def _in_flight(problem: Problem, configuration: Configuration) -> InFlight:
 
 
 def usable(problem: Problem, layout: Recipe) -> float:
-    """Return the bytes that a device has for tensors, if everything else is as large as was ever seen."""
+    """Return the bytes that a device has for tensors if everything else takes the most memory ever measured."""
     if problem.hardware.torch_device == "cpu":
         return problem.memory_bytes
     framework, parallelism = problem.framework, layout.parallelism
-    transfers = (2 + 2 * layout.mode.sharded) * (layout.devices > 1)  # as many communicators, shared per kind
+    transfers = (2 + 2 * layout.mode.sharded) * (layout.devices > 1)  # one communicator each, shared per kind
     key = communicators_of(parallelism, framework, transfers, vocabulary=layout.mode.sharded), parallelism.cp > 1
     return problem.once((usable, *key), partial(_usable, problem, *key))
 
@@ -161,18 +163,18 @@ def _usable(problem: Problem, communicators: int, context_parallel: bool) -> flo
 
 
 def _memory_floor(problem: Problem, configuration: Configuration, *, traced: bool) -> tuple[list[float], int, int]:
-    """Return the least seconds of recomputation of each device per microbatch; and the bytes that a device lacks even
-    so, and which."""
+    """Return the least seconds of recomputation per microbatch on each device, the bytes that a device lacks even with
+    full recomputation (0 if none does), and that device."""
     recipe, shape = configuration.recipe, configuration.shape
     setting, devices = problem.setting(recipe), recipe.devices
     barriers = recipe.mode.barriers
     parameters = parameters_per_device(problem, configuration)
     share = configuration.host_share
     on_host = 1.0 if share is None else share
-    flight = _in_flight(problem, configuration)
-    of_shards = state_floor(problem, recipe, vocabulary_shard(problem, recipe) if barriers else Parameters(0.0, 0.0))
+    in_flight = _in_flight(problem, configuration)
+    shard_state = state_floor(problem, recipe, vocabulary_shard(problem, recipe) if barriers else Parameters(0.0, 0.0))
     logits = logits_bytes(problem, configuration, setting)
-    # Any amount may be on the host.
+    # Any share of the activations may be on the host.
     uses = (
         [LayerUse(0.0, 0.0, 0.0)] * len(POLICIES)
         if configuration.moves
@@ -183,28 +185,30 @@ def _memory_floor(problem: Problem, configuration: Configuration, *, traced: boo
     turns_back = shape.placement == problem.once((Placement, devices), lambda: Placement.v_shape(devices))
     extra = [extra_times(problem, recipe, policy) for policy in POLICIES[1:]]
     turning, sharpest = min(use.turning for use in uses), min(use.sharpest for use in uses)
-    only = configuration.checkpointing[0]
+    policy_or_least = configuration.checkpointing[0]
     recomputation = [0.0] * devices
     tolerance = 0.1 * problem.memory_bytes if shape.by_costs else 0.0
     free = usable(problem, recipe)
     for device, layers in enumerate(layers_of_devices(configuration)):
         stages = shape.placement.stages_of(device)
-        # Each barrier keeps every stage's activation of one microbatch more; for looped stages, of one stage.
+        # Each barrier keeps one more microbatch's activation of every stage; with looped stages, of one stage.
         barrier_layers = barriers * (len(layers) if turns_back else len(layers) / len(stages))
         state = state_floor(problem, recipe, parameters[device], on_host)
         room = free + (tolerance - state.always)
-        gradients = (state.gradients - of_shards.gradients) / max(1, len(layers))
-        gathered = (state.gathered - of_shards.gathered) / max(1, len(layers))
-        earlier = len(layers) * (recipe.slices - 1)  # the most that ends before a certain slice's backward begins
-        # A stage that is alone keeps a microbatch's logits until W; others may have none when queues are long.
-        of_queue = logits[device] if len(stages) == 1 else 0.0
+        gradients = (state.gradients - shard_state.gradients) / max(1, len(layers))
+        gathered = (state.gathered - shard_state.gathered) / max(1, len(layers))
+        earlier = len(layers) * (
+            recipe.slices - 1
+        )  # the most layers released before the backward of a given slice begins
+        # A device's only stage keeps a microbatch's logits until W; with several stages, a long queue may hold none.
+        queued_logits = logits[device] if len(stages) == 1 else 0.0
         held = [
             max(
-                # The next backward finds all of this but what is queued, and without I and W no logits.
+                # The next backward starts with all of this except what is queued and, without I and W, the logits.
                 max(
                     (waiting + min(barrier_layers, ahead)) * use.waiting
                     + max(
-                        queued * use.queued + (of_queue if queued else 0.0),
+                        queued * use.queued + (queued_logits if queued else 0.0),
                         max(logits[device], turning) if waiting else 0.0,
                     ),
                     (waiting + min(barrier_layers, ahead) - earlier) * use.waiting + sharpest
@@ -213,30 +217,32 @@ def _memory_floor(problem: Problem, configuration: Configuration, *, traced: boo
                 )
                 + begun * gradients
                 + opened * gathered
-                # After the last forward, S and T may be over.
-                + (of_shards.gradients + of_shards.gathered if begun and ahead else 0.0)
-                for waiting, queued, begun, opened, ahead in flight.moments[device]
+                # After the last forward, S and T may be complete.
+                + (shard_state.gradients + shard_state.gathered if begun and ahead else 0.0)
+                for waiting, queued, begun, opened, ahead in in_flight.moments[device]
             )
             for use in uses
         ]
         none, selective, full = accumulate(held, min)
-        needed = full if only == LEAST else held[POLICIES.index(only)]
+        needed = full if policy_or_least == LEAST else held[POLICIES.index(policy_or_least)]
         if needed > room:
             return recomputation, math.ceil(needed - room), device
-        if only == LEAST and none > room:
-            cheap, dear = (sum(times[layer] for layer in layers) for times in extra)
-            # Of several stages, those with more microbatches in flight free more.
+        if policy_or_least == LEAST and none > room:
+            selective_seconds, full_seconds = (sum(times[layer] for layer in layers) for times in extra)
+            # With several stages, layers of those with more microbatches in flight free more memory.
             count = len(layers) if len(stages) == 1 else 0
             if selective <= room:
-                recomputation[device] = cheap * _share(none - room, none - selective, count)
+                recomputation[device] = selective_seconds * _share(none - room, none - selective, count)
             else:
-                recomputation[device] = cheap + (dear - cheap) * _share(selective - room, selective - full, count)
+                recomputation[device] = selective_seconds + (full_seconds - selective_seconds) * _share(
+                    selective - room, selective - full, count
+                )
     return recomputation, 0, 0
 
 
 def _share(shortfall: float, freed: float, layers: int) -> float:
-    """Return the share of a device's layers that compute again, if all of them free so many bytes; of a number of
-    `layers`, if it is known."""
+    """Return the share of a device's layers that must recompute, if recomputation of all of them frees `freed` bytes;
+    a whole number of layers if `layers` is not 0."""
     share = shortfall / max(1.0, freed)
     return math.ceil(layers * share) / layers if layers else share
 

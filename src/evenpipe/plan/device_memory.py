@@ -27,7 +27,7 @@ class DeviceUse:
     peak_bytes: int
     """Most bytes allocated."""
     spare: int
-    """Memory left if everything beside tensors is as large as was ever seen; negative if it does not fit."""
+    """Memory left if everything besides tensors takes the most ever measured; negative if it does not fit."""
     event: str
     """The moment of the peak."""
     host_bytes: int = 0
@@ -45,7 +45,7 @@ def device_uses(problem: Problem, configuration: Configuration, program: Program
 
 
 def device_use(problem: Problem, configuration: Configuration, program: Program, device: int) -> DeviceUse:
-    """Return the memory of one device. Errors as of `device_uses`."""
+    """Return the memory of one device. Raises as `device_uses`."""
     source, recipe = problem.bytes, _running(configuration, program)
     share = configuration.host_share or 0.0
     settings = settings_of(problem.description, recipe, offloaded=share, **how_estimated(problem))
@@ -60,7 +60,7 @@ def device_use(problem: Problem, configuration: Configuration, program: Program,
 
 
 def copied(problem: Problem, configuration: Configuration, program: Program) -> tuple[int, ...]:
-    """Return, by stage, the bytes of a copy of one microbatch's activations to the host; arguments and errors as for
+    """Return, by stage, the bytes of a copy of one microbatch's activations to the host. Arguments and errors as for
     `device_uses`."""
     settings = settings_of(problem.description, _running(configuration, program), **how_estimated(problem))
     return copied_bytes(problem.bytes, Planned(program, configuration.layers_per_stage), settings)
@@ -94,18 +94,19 @@ def how_estimated(problem: Problem) -> dict[str, Any]:
 
 
 class StateFloor(NamedTuple):
-    """The least bytes of parameters."""
+    """The least bytes that parameters take."""
 
     always: float
-    """Of them and the optimizer's state, from the first pass to the last."""
+    """Parameters and optimizer state, from the first pass to the last."""
     gradients: float
-    """That may come with the first backward."""
+    """Gradients that may be allocated as late as the first backward."""
     gathered: float
-    """That are gathered for their passes, beyond what is there afterwards."""
+    """Parameters gathered for their passes, beyond what stays allocated afterwards."""
 
 
 def state_floor(problem: Problem, layout: Recipe, parameters: Parameters, host_share: float = 0.0) -> StateFloor:
-    """Return the bytes of a device with these parameters. host_share: share of the optimizer's state on the host."""
+    """Return the least bytes of a device with these parameters. host_share: share of the optimizer's state on the
+    host."""
     sizes, floors = layout.parallelism, []
     for count in (sizes.shards, sizes.shards // sizes.ep):
         key = (_floor_of_each, sizes.zero, sizes.reshard, sizes.prefetch, count, host_share)
@@ -115,7 +116,7 @@ def state_floor(problem: Problem, layout: Recipe, parameters: Parameters, host_s
 
 
 def _floor_of_each(problem: Problem, layout: Recipe, replicas: int, host_share: float) -> StateFloor:
-    """Return the same for a parameter that so many replicas have in common."""
+    """Return the same for a single parameter that this many replicas share."""
     parallelism, framework = layout.parallelism, problem.framework
     elements = 10**6
     held, dtypes = Held(elements=elements, optimized=Trained(elements=elements)), problem.dtypes

@@ -1,14 +1,15 @@
 """Evaluate one configuration: the memory of every device, the recomputation that it needs, and the time of a step.
 
-Recomputation, if it is open (`LEAST`): a device keeps everything if that fits; else as many of its layers as needed
-keep only the results of products ("selective"); else all do, and as many as needed keep only their input ("full").
-Layers of the device's first stages come first, because most of their microbatches are in flight.
+Recomputation, if it is open (`LEAST`): a device keeps everything if that fits. Otherwise as many of its layers as
+needed keep only the results of products ("selective"). If that is not enough, all of them do, and as many as needed
+keep only their input ("full"). Layers of the device's first stages come first, because these have the most microbatches
+in flight.
 
-Copies to the host, if they are open: no copies if everything fits; else those that cost no time ("free"), and
-recomputation for the rest.
+Copies to the host, if they are open: none if everything fits; otherwise the copies that cost no time ("free"), and
+recomputation for the remaining memory.
 
-The share of the optimizer's moments on the host, if it is open: 0 if everything fits; else 0, or the least share that
-avoids recomputation, whichever is faster.
+The share of the optimizer's moments on the host, if it is open: 0 if everything fits; otherwise 0 or the least share
+that avoids recomputation, whichever is faster.
 """
 
 from __future__ import annotations
@@ -40,34 +41,34 @@ SHARES = 4
 """The share of the optimizer's moments on the host is a multiple of 1 over this number."""
 
 COPY_STEPS = 100
-"""The relative time of copies is rounded up to multiples of 1 over this number: orders are arranged by it, so that few
-differ."""
+"""The relative time of copies is rounded up to multiples of 1 over this number: orders are arranged by it, and so few
+of them differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Result for a configuration. Times in seconds, lists per device."""
+    """The result for a configuration. Times are in seconds; tuples have one entry per device."""
 
     configuration: Configuration
-    """With one checkpointing policy per layer if it fits."""
+    """The evaluated configuration, with one checkpointing policy per layer if it fits."""
     devices: tuple[DeviceUse, ...]
-    """Memory; if the plan does not fit, with the policy that needs the least."""
+    """Memory; if the plan does not fit, the memory with the policy that needs the least."""
     without_recomputation: tuple[DeviceUse, ...] = ()
     """Memory without recomputation, if that does not fit."""
     seconds: float = math.inf
     """Time of a step; infinite if it does not fit."""
     pipeline_seconds: float = 0.0
-    """Part of it for passes and transfers."""
+    """Part of the step spent on passes and transfers."""
     end_seconds: float = 0.0
-    """Part of it for the sum over replicas and the optimizer."""
+    """Part of the step spent on summing gradients over replicas and on the optimizer."""
     busy: tuple[float, ...] = ()
-    """Time in passes per microbatch."""
+    """Time spent in passes per microbatch."""
     recomputation: tuple[float, ...] = ()
-    """Part of it for recomputation."""
+    """Part of `busy` spent on recomputation."""
     fault: str = ""
-    """Why there is no such plan, apart from memory."""
+    """Why there is no such plan, for reasons other than memory."""
     late: bool = False
-    """Evaluation was abandoned: `seconds` is a lower bound on its step."""
+    """Whether the evaluation was abandoned: `seconds` is then a lower bound on the step time."""
 
     @property
     def fits(self) -> bool:
@@ -124,8 +125,8 @@ class Evaluation:
 
 
 def evaluate(problem: Problem, configuration: Configuration, limit: float = math.inf) -> Evaluation:
-    """Evaluate time and memory. A configuration without an order is distinguished from one that does not fit; one
-    whose step turns out to take `limit` seconds or more is not evaluated further."""
+    """Evaluate time and memory. A configuration without an order is distinguished from one that does not fit. The
+    evaluation is abandoned once the step is known to take `limit` seconds or more."""
     if configuration.host_share is not None:
         return _evaluate(problem, configuration, limit)
     resident = _evaluate(problem, replace(configuration, host_share=0.0), limit)
@@ -137,7 +138,7 @@ def evaluate(problem: Problem, configuration: Configuration, limit: float = math
 
 
 def _share_on_host(problem: Problem, resident: Evaluation) -> float:
-    """Return the least share, in quarters, with which everything else certainly fits on the devices; else 1."""
+    """Return the least share, in quarters, with which everything else certainly fits on the devices; 1 if none does."""
     configuration, uses = resident.configuration, resident.without_recomputation or resident.devices
     parameters = parameters_per_device(problem, configuration)
     share = max(
@@ -147,9 +148,9 @@ def _share_on_host(problem: Problem, resident: Evaluation) -> float:
 
 
 def _evaluate(problem: Problem, configuration: Configuration, limit: float) -> Evaluation:
-    """Evaluate with a given share of the optimizer."""
+    """Evaluate with a given share of the optimizer's moments on the host."""
     try:
-        # First the time, if it may show that the step is too long: the memory of many models takes longer to find out.
+        # Time first, if it may show that the step is too long: for many models memory takes longer to evaluate.
         known = not configuration.moves and limit < math.inf
         quickest = timed(problem, _without_recomputation(configuration), limit) if known else None
         if quickest is not None and quickest.late:
@@ -168,7 +169,7 @@ def _evaluate(problem: Problem, configuration: Configuration, limit: float) -> E
 
 
 def _without_recomputation(configuration: Configuration) -> Configuration:
-    """Return the same with no recomputation that it does not demand."""
+    """Return the configuration without recomputation, unless it prescribes some."""
     return (
         configuration.decided(activation_checkpointing="none")
         if "activation_checkpointing" in configuration.open
@@ -177,7 +178,7 @@ def _without_recomputation(configuration: Configuration) -> Configuration:
 
 
 def timed_whole(problem: Problem, plan: Evaluation) -> Evaluation:
-    """Return an evaluated plan with the time of its whole step, which takes longer than to extrapolate it."""
+    """Return an evaluated plan with the time of its whole step simulated, which takes longer than extrapolation."""
     sizes = (plan.configuration.recipe.microbatches,)
     if plan.configuration.steps[-1:] == sizes:
         return plan
@@ -192,8 +193,8 @@ def timed(
     *,
     sizes: Sequence[int] | None = None,
 ) -> Evaluation:
-    """Evaluate only the time of an evaluated configuration, or of one without copies with one checkpointing policy per
-    layer. `limit` as for `evaluate`. sizes: microbatches of the steps that are simulated, as of `short_steps`."""
+    """Evaluate only the time, of an evaluated configuration or of one without copies that has one checkpointing policy
+    per layer. `limit` as for `evaluate`. sizes: microbatches of the simulated steps, as returned by `short_steps`."""
     recipe, sizes = configuration.recipe, sizes or configuration.steps
     evaluation = _with_least_work(problem, configuration)
     if evaluation.seconds >= limit:
@@ -219,7 +220,7 @@ def timed(
 
 
 def _with_least_work(problem: Problem, configuration: Configuration) -> Evaluation:
-    """Return what is known of the time without an order: the step is at least the work of the busiest device."""
+    """Return what is known about the time without an order: the step takes at least the work of the busiest device."""
     busy = least_work(problem, configuration)
     plain = least_work(problem, configuration.decided(activation_checkpointing="none"))
     pipeline_seconds, end = max(busy) * configuration.recipe.microbatches, end_seconds(problem, configuration)
@@ -239,7 +240,7 @@ def _with_least_work(problem: Problem, configuration: Configuration) -> Evaluati
 
 
 def work_of(program: Program, costs: Costs) -> list[float]:
-    """Return the seconds in passes per microbatch, per device."""
+    """Return, per device, the seconds spent in passes per microbatch."""
     order, times = program.order, PassTimes(costs, program.placement, program.slices)
     seconds_per_device = [
         math.fsum(times.of(item, device) for item in order.passes(device)) for device in range(order.devices)
@@ -248,7 +249,7 @@ def work_of(program: Program, costs: Costs) -> list[float]:
 
 
 def least_work(problem: Problem, configuration: Configuration) -> list[float]:
-    """As `work_of`, for an order of any kind: with whole or split backwards, whichever is shorter."""
+    """Return the same as `work_of` for any order: with whole or split backwards, whichever are shorter."""
     recipe = configuration.recipe
     sizes = computing(recipe.parallelism), recipe.batch.microbatch_size, recipe.slices
     split = configuration.placement, configuration.layers_per_stage, recipe.activation_checkpointing, recipe.vocabulary
@@ -270,7 +271,7 @@ def _least_work(problem: Problem, configuration: Configuration) -> list[float]:
 
 
 def end_seconds(problem: Problem, configuration: Configuration) -> float:
-    """Return the time after the last pass, on the device with the most parameters. All devices are busy with it."""
+    """Return the time after the last pass, on the device with the most parameters. All devices are busy during it."""
     recipe, parameters = configuration.recipe, parameters_per_device(problem, configuration)
     device = max(range(len(parameters)), key=lambda device: parameters[device].all)
     largest, setting = parameters[device], problem.setting(recipe, together=True)
@@ -278,13 +279,13 @@ def end_seconds(problem: Problem, configuration: Configuration) -> float:
     seconds = step_end_seconds(largest, setting, zero=recipe.parallelism.zero, beside=overlapped)
     if not configuration.host_share:
         return seconds
-    # Moments on the host are copied in and out at the same time, while the update itself takes less (`HostAdamW`).
+    # Moments on the host are copied in and out at the same time, overlapped with the shorter update (`HostAdamW`).
     moved = configuration.host_share * _moments(problem, recipe, largest)
     return seconds + moved / problem.hardware.host_bandwidth
 
 
 def overlapped_passes(problem: Problem, configuration: Configuration, device: int) -> Beside:
-    """Return what a device computes while replicas exchange its parameters and gradients."""
+    """Return the passes that a device computes while replicas exchange its parameters and gradients."""
     recipe, stages = configuration.recipe, configuration.placement.stages_of(device)
     by_layer, by_part = exchanged_parts(problem, recipe)
     if recipe.parallelism.replicas == 1 or not by_part:
@@ -302,22 +303,22 @@ def overlapped_passes(problem: Problem, configuration: Configuration, device: in
 
 
 def exchanged_parts(problem: Problem, layout: Recipe) -> tuple[bool, bool]:
-    """Return whether replicas exchange layers, of every microbatch; and whether they exchange part by part at all.
-    Frameworks whose programs do not gather parameters have them whole one layer at a time."""
+    """Return whether replicas exchange layer by layer, for every microbatch, and whether they exchange part by part at
+    all. Frameworks whose programs do not gather parameters hold the full parameters of one layer at a time."""
     exchanges, zero = problem.implementation.exchanges, layout.parallelism.zero
     by_layer = zero == 3 and exchanges in {"layers", "whole"}
     return by_layer, by_layer or (zero in {0, 3} and exchanges != "whole")
 
 
 def _moments(problem: Problem, recipe: Recipe, parameters: Parameters) -> float:
-    """Return the bytes of a device's moments, which may be on the host."""
+    """Return the bytes of a device's optimizer moments that may be on the host."""
     on_device, on_host = (state_floor(problem, recipe, parameters, share)[0] for share in (0.0, 1.0))
     return on_device - on_host
 
 
 def parameters_per_device(problem: Problem, configuration: Configuration) -> list[Parameters]:
-    """Return the number of parameters of each device, all divided by the tensor axis, although norms are not: they are
-    a few thousandths."""
+    """Return the number of parameters on each device. All are divided by the size of the tensor axis; norms, which are
+    not sharded, are only a few thousandths of them."""
     recipe, sizes = configuration.recipe, configuration.recipe.parallelism
     split = configuration.placement, configuration.layers_per_stage, recipe.mode.sharded
     key = (parameters_per_device, split, sizes.tp, sizes.ep)
@@ -341,7 +342,7 @@ def _parameters_per_device(problem: Problem, configuration: Configuration) -> li
 
 
 def vocabulary_shard(problem: Problem, recipe: Recipe) -> Parameters:
-    """Return the parameters of vocabulary layers on each device of a pipeline that shards them."""
+    """Return the parameters of the vocabulary layers on each device of a pipeline that shards these layers."""
     matrices, description = 1 if problem.description.tied else 2, problem.description
     elements = float(matrices * description.vocabulary_size * description.hidden_size)
     return Parameters(elements / recipe.devices / recipe.parallelism.tp, 0.0)
@@ -351,7 +352,7 @@ def vocabulary_shard(problem: Problem, recipe: Recipe) -> Parameters:
 
 
 def _memory(problem: Problem, configuration: Configuration, microbatches: int, limit: float) -> Evaluation:
-    """Return the memory of a configuration, with its policies and copies; that of a late one is not computed."""
+    """Return the memory of a configuration, with its policies and copies; not computed if the configuration is late."""
     if configuration.offload != LEAST:
         return _recomputing(problem, configuration, microbatches, limit)
     policies = _fixed_policies(problem, configuration) or ("none",) * problem.layers
@@ -365,7 +366,7 @@ def _memory(problem: Problem, configuration: Configuration, microbatches: int, l
 
 
 def _fixed_policies(problem: Problem, configuration: Configuration) -> tuple[str, ...] | None:
-    """Return policies, one per layer; None if they are open."""
+    """Return the checkpointing policies, one per layer; None if they are open."""
     return (
         None
         if "activation_checkpointing" in configuration.open
@@ -376,8 +377,8 @@ def _fixed_policies(problem: Problem, configuration: Configuration) -> tuple[str
 def _memory_with(
     problem: Problem, configuration: Configuration, policies: tuple[str, ...], microbatches: int, *, quick: bool = False
 ) -> Evaluation:
-    """Return the memory with these policies; `quick`: in an order arranged without recomputation, which is arranged
-    only once for all policies and holds about as much."""
+    """Return the memory with these policies. quick: in an order arranged without recomputation, which is arranged only
+    once for all policies and needs about as much memory."""
     configuration = configuration.decided(activation_checkpointing=policies)
     if configuration.moves:
         configuration = _with_copies(problem, configuration, microbatches)
@@ -387,8 +388,8 @@ def _memory_with(
 
 
 def _with_copies(problem: Problem, configuration: Configuration, microbatches: int) -> Configuration:
-    """Return the configuration with the time of a copy of each stage on this hardware, also relative to its forward and
-    backward."""
+    """Return the configuration with the time of each stage's copy on this hardware, in seconds and relative to the
+    stage's forward and backward."""
     program = problem.arranged(configuration.with_offload("none").recipe, microbatches)
     sizes = copied(problem, configuration, program)
     seconds = tuple(size / problem.hardware.host_bandwidth for size in sizes)
@@ -406,27 +407,23 @@ def _with_copies(problem: Problem, configuration: Configuration, microbatches: i
 
 
 def _recomputing(problem: Problem, configuration: Configuration, microbatches: int, limit: float) -> Evaluation:
-    """Return the memory with as little recomputation as needed, if that is open."""
+    """Return the memory with as little recomputation as needed, if recomputation is open."""
     fixed_policies = _fixed_policies(problem, configuration)
     if fixed_policies is not None:
         return _memory_with(problem, configuration, fixed_policies, microbatches)
     keeping_all = _memory_with(problem, configuration, ("none",) * problem.layers, microbatches)
     if keeping_all.fits:
         return keeping_all
-    device_layers, ladders, steps = (
-        layers_of_devices(configuration),
-        dict[int, list[tuple[str, ...]]](),
-        dict[int, int](),
-    )
+    layers, ladders, steps = layers_of_devices(configuration), dict[int, list[tuple[str, ...]]](), dict[int, int]()
 
     def policies() -> tuple[str, ...]:
         chosen = ["none"] * problem.layers
         for device, step in steps.items():
-            for layer, policy in zip(device_layers[device], ladders[device][step], strict=True):
+            for layer, policy in zip(layers[device], ladders[device][step], strict=True):
                 chosen[layer] = policy
         return tuple(chosen)
 
-    # In an order arranged without recomputation, which holds about as much.
+    # In an order arranged without recomputation, which needs about as much memory.
     program = problem.arranged(keeping_all.configuration.decided(activation_checkpointing="none").recipe, microbatches)
 
     def use(device: int, step: int) -> DeviceUse:
@@ -441,9 +438,9 @@ def _recomputing(problem: Problem, configuration: Configuration, microbatches: i
     for device, memory in enumerate(keeping_all.devices):
         if memory.fits:
             continue
-        count = len(device_layers[device])
+        count = len(layers[device])
         ladders[device] = _ladder(count)
-        if use(device, count).peak_bytes >= memory.peak_bytes:  # the host holds more for "none" than this accounts for
+        if use(device, count).peak_bytes >= memory.peak_bytes:  # with "none" the host holds more than this accounts for
             ladders[device] = _ladder(count, between="none")
         last = len(ladders[device]) - 1
         if not fits(device, last):
@@ -454,22 +451,22 @@ def _recomputing(problem: Problem, configuration: Configuration, microbatches: i
     if lower_bound.seconds >= limit:
         return lower_bound
 
-    def tried() -> Evaluation:
+    def evaluated() -> Evaluation:
         return replace(
             _memory_with(problem, configuration, policies(), microbatches), without_recomputation=keeping_all.devices
         )
 
-    attempt = tried()
+    attempt = evaluated()
     while overfull := [device for device, use in enumerate(attempt.devices) if not use.fits]:
         if all(device in steps and steps[device] == len(ladders[device]) - 1 for device in overfull):
             return attempt
         for device in overfull:
-            ladders.setdefault(device, _ladder(len(device_layers[device])))
+            ladders.setdefault(device, _ladder(len(layers[device])))
             steps[device] = min(steps.get(device, 0) + 1, len(ladders[device]) - 1)
-        attempt = tried()
-    while configuration.moves and any(steps.values()):  # copies take less time, and are more, if less is recomputed
+        attempt = evaluated()
+    while configuration.moves and any(steps.values()):  # with less recomputation, copies take less time and are more
         steps = {device: max(0, step - 1) for device, step in steps.items()}
-        lighter = tried()
+        lighter = evaluated()
         if not lighter.fits:
             break
         attempt = lighter
@@ -477,8 +474,8 @@ def _recomputing(problem: Problem, configuration: Configuration, microbatches: i
 
 
 def _ladder(layers: int, between: str = "selective") -> list[tuple[str, ...]]:
-    """Return the policies of a device's layers, in steps that each recompute more. between: what layers have before
-    they keep only their input."""
+    """Return the policies of a device's layers, in steps of increasing recomputation. between: the policy of layers
+    before they keep only their input."""
     steps = [("none", between)] * (between != "none") + [(between, "full")]
     ladder = [("none",) * layers]
     for weaker, stronger in steps:
@@ -487,7 +484,7 @@ def _ladder(layers: int, between: str = "selective") -> list[tuple[str, ...]]:
 
 
 def layers_of_devices(configuration: Configuration) -> tuple[tuple[int, ...], ...]:
-    """Return the numbers of the layers of each device, in the order of its stages."""
+    """Return the indices of each device's layers, in the order of its stages."""
     return _layers_of_devices(configuration.placement, configuration.layers_per_stage)
 
 

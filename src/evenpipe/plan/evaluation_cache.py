@@ -1,7 +1,7 @@
-"""Cache of evaluations on disk: repeating a question costs nothing.
+"""Cache of evaluations on disk, so that repeating a search costs nothing.
 
-One file per problem, named by a hash of everything that an evaluation depends on: model, hardware, batch, and the
-sources of this package, so that results of another version are never used.
+There is one file per problem, named by a hash of everything that an evaluation depends on: model, hardware, batch, and
+the sources of this package, so that results of another version are never used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHOSEN = ("open", "copy_seconds", "host_share")
 
 
 class EvaluationCache:
-    """Evaluations of one problem, by configuration; without a path nothing is kept on disk."""
+    """Evaluations of one problem, by configuration; without a path, nothing is written to disk."""
 
     def __init__(self, path: Path | None = None, entries: dict[str, Any] | None = None) -> None:
         self._path, self._entries = path, entries or {}
@@ -51,8 +51,8 @@ class EvaluationCache:
         evaluate_all: Callable[[Sequence[Configuration], Sequence[float], ArrangedBy], Iterable[Evaluation]],
         by: ArrangedBy,
     ) -> Iterator[Evaluation]:
-        """Yield evaluations of `batch` in its order, evaluating the unknown ones together. An abandoned one counts as
-        known if it is beyond today's limit too."""
+        """Yield the evaluations of `batch` in its order, computing the unknown ones together. An abandoned evaluation
+        counts as known if it also exceeds the present limit."""
         keys = {configuration: f"{by} {configuration!r}" for configuration in batch}
         unknown = {
             configuration: limit
@@ -68,7 +68,7 @@ class EvaluationCache:
             yield _from_entry(configuration, self._entries[keys[configuration]])
 
     def whole(self, plan: Evaluation, time: Callable[[Evaluation], Evaluation]) -> Evaluation:
-        """Return a plan with the time of its whole step, which `time` finds out once."""
+        """Return a plan with the time of its whole step, which `time` computes only once."""
         key = f"whole {plan.configuration!r}"
         if key not in self._entries:
             self._entries[key] = _to_entry(time(plan))

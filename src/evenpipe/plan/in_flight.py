@@ -1,7 +1,7 @@
-"""What the devices of an order hold at once, before it has vocabulary passes: by stage, and for a split of the layers.
+"""What the devices hold at once in an order without vocabulary passes: by stage, and for a split of the layers.
 
-An order is gone through once (`HeldByStage`). A search asks for many splits of the same order, each of which then
-takes one product of small matrices.
+Each order is walked once (`HeldByStage`). A search tries many splits of the same order, each of which then takes one
+product of small matrices.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ from evenpipe.schedule.vocabulary_mode import VocabularyMode
 WITH_GRADIENTS = {Kind.B, Kind.W}
 """Passes in which weights get their gradients."""
 WAITING, QUEUED = changes({Kept.ACTIVATIONS}), changes({Kept.WEIGHT_INPUTS})
-"""Forwarded stages that wait for B or I, and stages that wait for W."""
+"""How passes change the number of forwarded stages that wait for B or I, and of stages that wait for W."""
 
 TOGETHER = 64
-"""Moments that are compared with all others at once."""
+"""Number of moments that are compared with all others at once."""
 
 
 class Moment(NamedTuple):
-    """Layers of a device between two passes, each as often as for it there are microbatches."""
+    """Numbers of layers of a device between two passes; each layer counts once per microbatch."""
 
     waiting: int
-    """That wait for B or I."""
+    """Layers that wait for B or I."""
     queued: int
-    """That wait for W."""
+    """Layers that wait for W."""
     begun: int
-    """That have had B or W, so that their gradients exist; each once."""
+    """Layers that have had B or W, so that their gradients exist; each counts once."""
     open: int
-    """Between the first and the last pass of their stage, for which their parameters are gathered; each once."""
+    """Layers between the first and the last pass of their stage, for which their parameters are gathered; each counts
+    once."""
     ahead: int
-    """Whose F is still to come; no more of them than two barriers let wait besides."""
+    """Layers whose F is still to come; at most as many as two barriers can add to the waiting ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Activations in flight of an order without vocabulary passes, each of a microbatch or, if sequences are cut, of a
-    slice. Lists are per device."""
+    """Activations in flight in an order without vocabulary passes, counted per microbatch or, if sequences are cut, per
+    slice. Tuples have one entry per device."""
 
     stages: tuple[int, ...]
-    """Most stage activations."""
+    """The most stage activations at once."""
     moments: tuple[tuple[Moment, ...], ...]
-    """Those that no other one exceeds in all of its numbers."""
+    """The moments that no other moment exceeds in all numbers."""
 
 
 class HeldByStage:
-    """The same by stage."""
+    """The activations in flight by stage."""
 
     def __init__(self, order: Order) -> None:
         rows = [list(order.passes(device)) for device in range(order.devices)]
@@ -64,14 +65,14 @@ class HeldByStage:
         self._moments = [_by_stage(row) for row in rows]
 
     def of(self, layers_per_stage: Sequence[int]) -> InFlight:
-        """Return what is in flight if the stages have so many layers."""
+        """Return what is in flight if the stages have these numbers of layers."""
         return InFlight(
             self._stages, tuple(_of_layers(*stages_and_counts, layers_per_stage) for stages_and_counts in self._moments)
         )
 
 
 def _by_stage(row: Iterable[Pass]) -> tuple[list[int], NDArray[np.int64]]:
-    """Return the stages of a row, and the moments that no other one exceeds, as numbers of each stage."""
+    """Return the stages of a row, and the moments that no other moment exceeds, as counts by stage."""
     parts = list(parts_in(row))
     last = {part.stage: position for position, part in enumerate(parts)}
     stages = [stage for stage in last if stage is not None]
@@ -91,7 +92,7 @@ def _by_stage(row: Iterable[Pass]) -> tuple[list[int], NDArray[np.int64]]:
         waiting[index] += WAITING.get(kind, 0)
         queued[index] += QUEUED.get(kind, 0)
         opened[index] = int(position < last[part.stage])
-        # The first of equal moments has the most ahead.
+        # The first of equal moments has the most layers ahead.
         seen.setdefault((*waiting, *queued, *begun, *opened), [*ahead])
     counts = np.array([(*held, *left) for held, left in seen.items()], dtype=np.int64)
     maxima = [_not_exceeded(counts, counts[first : first + TOGETHER]) for first in range(0, len(counts), TOGETHER)]
@@ -99,8 +100,8 @@ def _by_stage(row: Iterable[Pass]) -> tuple[list[int], NDArray[np.int64]]:
 
 
 def _not_exceeded(counts: NDArray[np.int64], candidates: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return those of some rows of a matrix that no other row exceeds."""
-    reaching = (counts >= candidates[:, None]).all(axis=2).sum(axis=1)  # itself, at least
+    """Return the candidates, all rows of `counts`, that no other row exceeds."""
+    reaching = (counts >= candidates[:, None]).all(axis=2).sum(axis=1)  # at least itself
     maxima: NDArray[np.int64] = candidates[reaching == 1]
     return maxima
 
@@ -111,7 +112,9 @@ def _of_layers(stages: list[int], counts: NDArray[np.int64], layers_per_stage: S
     moments = (Moment(*sums) for sums in (counts @ np.array(layers, dtype=np.int64)).tolist())
     seen = {moment._replace(ahead=min(moment.ahead, most_ahead)) for moment in moments}
     maxima: list[Moment] = []
-    for moment in sorted(seen, reverse=True):  # by falling number of waiting layers: only earlier ones can exceed it
+    for moment in sorted(
+        seen, reverse=True
+    ):  # by decreasing number of waiting layers: only earlier moments can exceed it
         if not any(all(map(ge, earlier, moment)) for earlier in maxima):
             maxima.append(moment)
     return tuple(maxima)

@@ -1,4 +1,4 @@
-"""Memory of single layers: what bounds and splits know of a stage without its program."""
+"""Memory of single layers: what bounds and splits know about a stage without its program."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class LayerUse(NamedTuple):
     """Bytes of one layer and microbatch."""
 
     waiting: float
-    """Between its forward and its backward: what it adds to a stage, at most without its input."""
+    """Between its forward and its backward: what it adds to a stage, possibly without its input."""
     queued: float
     """Between I and W."""
     passing: float
-    """The peak within a pass, above."""
+    """The peak within a pass, on top of that."""
     turning: float = 0.0
-    """The peak within a pass that begins its backward, above."""
+    """The peak within a pass that begins its backward, on top of that."""
     sharpest: float = 0.0
     """The highest of these peaks among the slices of a sequence."""
 
 
 def mean_uses(problem: Problem, recipe: Recipe, *, split: bool) -> tuple[LayerUse, ...]:
-    """Return, for every policy, what a layer needs of a whole sequence on average, and the highest peak within one.
-    split: backwards are I and W."""
+    """Return, for every policy, what a layer needs for a whole sequence on average, and the highest peak of any layer.
+    split: backwards are split into I and W."""
 
     def mean(uses: Sequence[LayerUse]) -> LayerUse:
         waiting, queued, *peaks = zip(*uses, strict=True)
@@ -53,14 +53,14 @@ def mean_uses(problem: Problem, recipe: Recipe, *, split: bool) -> tuple[LayerUs
 
 
 def least_uses(problem: Problem, recipe: Recipe, *, split: bool) -> tuple[LayerUse, ...]:
-    """Return, for every policy, the least that any layer needs of a whole sequence, or of a slice of one. split:
-    backwards are I and W."""
+    """Return, for every policy, the least that any layer needs for a whole sequence or a slice of one. split: backwards
+    are split into I and W."""
     uses_of_kinds = _uses_of_kinds(problem, recipe, split=split)
     return tuple(LayerUse(*map(min, zip(*of_kinds.values(), strict=True))) for of_kinds in uses_of_kinds)
 
 
 def least_floors(problem: Problem, recipe: Recipe) -> tuple[LayerUse, ...]:
-    """Return the same without a trace: the least that any implementation needs for the gradients of products."""
+    """Return the same without tracing: the least that any implementation needs for the gradients of products."""
 
     def floors() -> tuple[LayerUse, ...]:
         setting = problem.setting(recipe)
@@ -91,11 +91,12 @@ def _uses_of_kinds(problem: Problem, recipe: Recipe, *, split: bool) -> list[dic
 
 
 def _use(problem: Problem, recipe: Recipe, layer: int, *, split: bool) -> LayerUse:
-    """Return what a layer needs of each of the slices that a stage holds, at least; nothing if the layer cannot be run
-    so, which an evaluation says.
+    """Return the least that a layer needs for each slice that a stage holds; zeros if the layer cannot be run this way,
+    which an evaluation reports.
 
-    Backwards take the slices of a sequence in reverse, so those that wait for theirs are the first ones of each
-    sequence, and need at least as many times the least mean of first ones. Each sequence has its keys and values.
+    Backwards take the slices of a sequence in reverse order, so the slices that wait for theirs are the first ones of
+    each sequence. They need at least their number times the least mean over any first slices. Each sequence has its own
+    keys and values.
     """
     try:
         settings = settings_of(problem.description, recipe, **how_estimated(problem))
@@ -115,11 +116,11 @@ def _use(problem: Problem, recipe: Recipe, layer: int, *, split: bool) -> LayerU
 
 
 def saved_floor(work: LayerWork, setting: Setting) -> tuple[float, float, float]:
-    """Return the least bytes that any implementation of a layer keeps of one microbatch, under the policies none,
+    """Return the least bytes that any implementation of a layer keeps for one microbatch, under the policies none,
     selective and full.
 
-    None: inputs of products (of 8 bits in fp8), norms and the activation, queries, keys and values, and the
-    probabilities of eager attention. Selective: results of products and of attention. Full: its input.
+    None: the inputs of products (8-bit in fp8), norms and the activation function; queries, keys and values; and the
+    probabilities of eager attention. Selective: the results of products and of attention. Full: the layer's input.
     """
     tokens = setting.tokens * setting.element
     wide = work.hidden_size * setting.hidden_share

@@ -1,4 +1,4 @@
-"""If nothing fits: what comes nearest, and what would make it fit."""
+"""If nothing fits: the configuration that comes nearest, and the changes that would make one fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .ranking import Rejection, by_shortfall
 from .space import Space
 
 MORE = (2, 4, 8, 16)
-"""Times the GPUs that are tried, the fewest first."""
+"""Multiples of the number of GPUs to try, the smallest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,13 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """The configuration that lacks least, and what would help; empty if none of what was tried does."""
+    """The configuration that lacks the least memory, and the changes that would help; empty if none of those tried
+    does."""
 
     rejection: Rejection | None
     remedies: tuple[Remedy, ...]
     finished: bool = True
-    """Whether all remedies were searched for to the end."""
+    """Whether the search for every remedy was completed."""
 
     def text(self) -> str:
         lines = [] if self.rejection is None else [f"nearest: {self.rejection.text()}"]
@@ -74,10 +75,11 @@ def nearest(
     progress: Progress | None = None,
     seconds: float = math.inf,
 ) -> Nearest:
-    """Return what a search without a plan came nearest to, and the best plans after one change each: recomputation, if
-    that was excluded; the optimizer's moments on the host, or activations too; the least of `MORE` that suffices.
+    """Return the configuration that came nearest in a search that found no plan, and the best plan after each of these
+    changes: recomputation, if it was excluded; the optimizer's moments, or also activations, on the host; the smallest
+    of `MORE` that suffices.
 
-    seconds: for all of them.
+    seconds: time limit for all of these searches together.
     """
     started, finished = time.monotonic(), True
 
@@ -100,7 +102,7 @@ def nearest(
             if plan is not None:
                 remedies.append(Remedy(change, plan))
                 break
-    for times in MORE:  # what is known of the model holds for any number of GPUs
+    for times in MORE:  # what is known about the model holds for any number of GPUs
         problem, gpus = result.problem, times * result.problem.gpus
         sequences = max(problem.sequences_per_step, gpus)
         plan = searched(replace(problem, gpus=gpus, sequences_per_step=sequences), result.space)

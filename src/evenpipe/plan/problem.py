@@ -31,11 +31,11 @@ EVENPIPE = "transformers"
 """Kernels that evenpipe itself runs: transformers' own."""
 
 ArrangedBy = Literal["times", "roughly", "flops"]
-"""What arranges orders: times of passes on this hardware, as in a run; the same, but roughly, as in `Programs.of`; or
+"""What orders are arranged by: times of passes on this hardware, as in a run; the same, but roughly (`Programs.of`); or
 FLOPs, as on unknown hardware."""
 
 CACHE_SIZE = 4096
-"""Results that `Problem.cached` keeps."""
+"""Number of results that `Problem.cached` keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +48,16 @@ class Problem(TimedModel):
     sequences_per_step: int
     kernels_name: str = EVENPIPE
     dtypes: Dtypes = MIXED
-    """Of products, gradients, masters and moments."""
+    """Dtypes of products, gradients, masters and moments."""
     arranged_by: ArrangedBy = "times"
 
     @property
     def arranging(self) -> ModelCosts:
-        """What orders are arranged by: the times of passes on this hardware."""
+        """The times of passes on this hardware, by which orders are arranged."""
         return known_times(self)
 
     def cached(self, key: Any, make: Callable[[], Found]) -> Found:
-        """As `once`, of many keys: what was not needed for long is made again."""
+        """Return the same as `once`, for many keys: the least recently used results are dropped and recomputed."""
         recent: OrderedDict[Any, Any] = self.once(OrderedDict, OrderedDict)
         if key in recent:
             recent.move_to_end(key)
@@ -74,7 +74,7 @@ class Problem(TimedModel):
         return self.once((Programs, by_flops), lambda: Programs(self.model_costs if by_flops else self.arranging))
 
     def arranged(self, recipe: Recipe, microbatches: int) -> Program:
-        """Return the program of a recipe with the name of a schedule, for a step of `microbatches`. Errors as of
+        """Return the program of a recipe that names a schedule, for a step of `microbatches`. Raises as
         `Programs.of`."""
         return self.programs.of(recipe, microbatches, roughly=self.arranged_by == "roughly")[1]
 
@@ -88,17 +88,17 @@ class Problem(TimedModel):
 
     @property
     def gradient_element(self) -> int:
-        """Bytes of an element of a sum of gradients."""
+        """Bytes per element of accumulated gradients."""
         return ELEMENT_BYTES[self.dtypes.gradients]
 
     @property
     def framework(self) -> Framework:
-        """Which runs these kernels."""
+        """The framework that runs these kernels."""
         return kernels_and_framework(self.kernels_name)[1]
 
     @property
     def is_ours(self) -> bool:
-        """Whether evenpipe runs these kernels, not another framework."""
+        """Whether evenpipe, and not another framework, runs these kernels."""
         return self.framework.is_evenpipe
 
     @property
@@ -139,8 +139,8 @@ def problem_of(
     skew: float = 1.0,
     loss: LossOptions | None = None,
 ) -> Problem:
-    """Return the problem for the values of a user. dtypes: None: those that evenpipe trains with. Raises InputError for
-    impossible numbers."""
+    """Return the problem for values given by a user. dtypes: None for those that evenpipe trains with. Raises
+    InputError for impossible numbers."""
     for name, value in (("gpus", gpus), ("sequence", sequence), ("sequences per step", sequences_per_step)):
         check_count(name, value)
     if memory_bytes is not None and memory_bytes < 1:
@@ -171,7 +171,8 @@ def problem_of(
 
 
 def problem_of_run(description: Description, hardware: Hardware, recipe: Recipe, **others: Any) -> Problem:
-    """Return the problem that a run with this recipe solves. others: of `problem_of`. Raises InputError as that."""
+    """Return the problem that a run with this recipe solves. others: arguments of `problem_of`. Raises as
+    `problem_of`."""
     batch, replicas = recipe.batch, recipe.parallelism.dp
     assert batch.sequence_length is not None
     return problem_of(

@@ -1,13 +1,14 @@
 """Orders and programs of configurations, arranged as in the runtime, and extrapolated steps of many microbatches.
 
-Between its warm-up and its end a pipeline repeats itself, so the time of a step grows by the same amount for every
-`devices` microbatches more. Two short steps are simulated, whose microbatches leave the same remainder when divided by
-the devices (groups of interleaved schedules depend on it), and extrapolated; the second is the step itself if that has
-no more microbatches than both. The memory of a device does not grow any more, so the shorter step gives it.
+Between its warm-up and its end a pipeline is periodic, so each additional `devices` microbatches lengthen the step by
+the same time. Two short steps are simulated and extrapolated. Their numbers of microbatches leave the same remainder
+when divided by the number of devices, because groups of interleaved schedules depend on it. The second one is the step
+itself if that has no more microbatches than both together. The memory of a device does not grow any more, so it is
+taken from the shorter step.
 
-Not every order repeats itself soon. With a remainder, devices of interleaved schedules use up slack for many groups
-before one waits; lists of V-Half and V-Min with shards may have no period at all, and which of the lists that are tried
-is the best depends on the length. So a search times whole steps of the plans that it finds fastest.
+Not every order becomes periodic soon. With a remainder, the devices of interleaved schedules use up slack for many
+groups before one waits. Lists of V-Half and V-Min with shards may have no period at all, and which of the candidate
+lists is best depends on the length. So a search times whole steps of the plans that it finds fastest.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from evenpipe.schedule.transforms.slices import add_slices
 from .in_flight import HeldByStage, InFlight
 
 SHORT = {False: 2, True: 3}
-"""Microbatches per device, besides the remainder, of the shorter simulated step: 3 with vocabulary passes or copies to
-the host, whose lists repeat themselves only from about three on, and with a remainder."""
+"""Microbatches per device, besides the remainder, of the shorter simulated step: 3 with a remainder, and with
+vocabulary passes or copies to the host, whose lists become periodic only after about three."""
 
 APART = {False: (1, 12), True: (2, 48)}
-"""Least difference of the two steps, in microbatches per device, and in all. Warm-up and end of an order that repeats
-itself every 2, 3, 4, 6 or 8 microbatches differ by up to half a microbatch between lengths."""
+"""Least difference of the two steps, in microbatches per device and in total. The warm-up and the end of an order with
+a period of 2, 3, 4, 6 or 8 microbatches differ by up to half a microbatch between lengths."""
 
 SLICED = 3
-"""Microbatches besides these, if sequences are cut: a step repeats itself only after some whole sequences."""
+"""Additional microbatches if sequences are cut: a step becomes periodic only after some whole sequences."""
 
 Options = tuple[tuple[str, Any], ...]
 """Options of a generator, as in a `Recipe`."""
@@ -66,16 +67,16 @@ class Shape:
     slices: bool
     """Whether sequences can be cut into slices."""
     in_flight: tuple[float, ...]
-    """As `in_flight_per_layer`."""
+    """As returned by `in_flight_per_layer`."""
     moments: tuple[tuple[tuple[float, float], ...], ...]
-    """By device, at the same moment: microbatches of a layer that wait for B or I, and that wait for W, on average over
-    its stages. Moments that another one exceeds in both are left out."""
+    """By device, at one moment each: microbatches of a layer that wait for B or I, and that wait for W, averaged over
+    the device's stages. Moments that another one exceeds in both are left out."""
     at_the_end: float
-    """Microbatches that the last stage holds at most, also for W."""
+    """The most microbatches that the last stage holds, including those for W."""
 
 
 class Programs:
-    """The orders and programs of one model, for the time of a search: equal ones are arranged once."""
+    """The orders and programs of one model during a search: equal ones are arranged only once."""
 
     def __init__(self, model: ModelCosts) -> None:
         self._model = model
@@ -87,14 +88,14 @@ class Programs:
         self._by_stage = lru_cache(maxsize=512)(_held_by_stage)
 
     def of(self, recipe: Recipe, microbatches: int, *, roughly: bool = False) -> tuple[Order, Program]:
-        """Return the order and the program of a recipe with the name of a schedule, for a step of `microbatches`. The
-        program is not proven sound again: the run that it is a plan of does that.
+        """Return the order and the program of a recipe that names a schedule, for a step of `microbatches`. The program
+        is not proven sound here: the run that it plans does that.
 
-        roughly: if its order does not depend on times, its transfers stand as among passes of equal length. So layouts
-            share one program. Steps take up to 0.3 % longer than with programs of their own (0.06 % among the plans of
-            Llama-3.1-405B), and devices hold 0.05 % more or less on average, 1.4 % at most.
+        roughly: if the order does not depend on times, place its transfers as for passes of equal length, so that
+            layouts share one program. Steps then take up to 0.3 % longer than with separate programs (0.06 % among the
+            plans of Llama-3.1-405B), and memory differs by 0.05 % on average, 1.4 % at most.
 
-        Raises InputError if there is none of this size.
+        Raises InputError if the schedule has no order of this size.
         """
         shape, split = self._shape_of(recipe), recipe.layers_per_stage
         assert split is not None
@@ -103,7 +104,7 @@ class Programs:
             activations=options.activations, copy_time=options.copy_time, host_memory=options.host_memory
         )
         if offload.activations == "none" and not shape.moves:
-            offload = replace(offload, activations="scheduled")  # which is the same
+            offload = replace(offload, activations="scheduled")  # equivalent
         if roughly and _fixed(shape, recipe.vocabulary, offload):
             costs = EQUAL_COSTS
         else:
@@ -131,7 +132,7 @@ class Programs:
         assert recipe.costs is not None and isinstance(recipe.schedule, str)
         costs = recipe.costs.with_copies(shape.placement, recipe.offload.copy_time)
         if recipe.offload.activations != "scheduled" and not shape.moves:
-            # An order with copies is the order without copies, plus copies.
+            # An order with copies is the order without them, plus the copies.
             order, _ = self._program(replace(recipe, offload=OffloadOptions()))
             order = with_offload(order, costs, recipe.offload.activations, recipe.offload.host_memory)
         elif _fixed(shape, recipe.vocabulary, recipe.offload):
@@ -141,8 +142,8 @@ class Programs:
         return order, add_communication(order, costs, recipe.sharing)
 
     def _make(self, schedule: str, devices: int, units: int, costs: Costs | None = None, **options: Any) -> Order:
-        """Return the same as `generate`, with equal arguments once: modes with the same stage costs have the same order
-        below their vocabulary passes."""
+        """Return the order of `generate`, computed once for equal arguments: modes with the same stage costs have the
+        same order apart from their vocabulary passes."""
         key = tuple(options.items())
         shape = self.shape(schedule, key, devices)
         assert shape is not None
@@ -160,8 +161,8 @@ class Programs:
         layers_per_stage: tuple[int, ...],
         slices: int,
     ) -> InFlight:
-        """Return the activations in flight of a schedule's order for equal stages, with everything on the device. With
-        the costs of a model some generators hold as much, arranged otherwise. size: as for `_generated`."""
+        """Return the activations in flight in a schedule's order for equal stages, with everything on the device. With
+        the costs of a model, some generators hold the same amount in another arrangement. size: as for `_generated`."""
         return self._by_stage(schedule, options, size, slices).of(layers_per_stage)
 
 
@@ -202,12 +203,12 @@ def _can_be_cut(order: Order) -> bool:
 
 
 def _generated(schedule: str, options: Options, size: tuple[int, int], costs: Costs | None) -> Order:
-    """size: devices, and slices of all microbatches. costs: of a slice on average; None: they make no difference."""
+    """size: number of devices, and of slices of all microbatches. costs: mean costs of a slice; None if irrelevant."""
     return generate(schedule, *size, costs=costs, **dict(options))
 
 
 def _fixed(shape: Shape, vocabulary: str, offload: OffloadOptions) -> bool:
-    """Return whether an order is the same for all times of passes."""
+    """Return whether an order does not depend on the times of passes."""
     return (
         not (shape.by_costs or shape.moves or VocabularyMode(vocabulary).sharded) and offload.activations == "scheduled"
     )
@@ -222,8 +223,9 @@ def _held_by_stage(schedule: str, options: Options, size: tuple[int, int], slice
 
 
 def short_steps(devices: int, microbatches: int, *, planned: bool, slices: int = 1) -> tuple[int, ...]:
-    """Return the numbers of microbatches to simulate for a step of `microbatches`: two short ones, or the step itself.
-    planned: the order has vocabulary passes or copies to the host. slices: of a microbatch, each as long as one."""
+    """Return the numbers of microbatches to simulate for a step of `microbatches`: those of two short steps, or of the
+    step itself. planned: the order has vocabulary passes or copies to the host. slices: number per microbatch; each
+    counts as one unit."""
     period = devices // math.gcd(devices, slices)
     extra = microbatches % period
     irregular = planned or extra > 0
@@ -238,8 +240,8 @@ def short_steps(devices: int, microbatches: int, *, planned: bool, slices: int =
 
 
 def extended(times: Sequence[float], sizes: Sequence[int], microbatches: int, least: float) -> float:
-    """Return the time of a step of `microbatches` from those of `sizes`, which `short_steps` gave. least: the work of
-    the busiest device per microbatch, the least growth of a step."""
+    """Return the time of a step of `microbatches`, extrapolated from the times of `sizes`, the result of `short_steps`.
+    least: the work of the busiest device per microbatch, by which a step grows at least."""
     if len(sizes) == 1:
         return times[0]
     slope = max(least, (times[1] - times[0]) / (sizes[1] - sizes[0]))

@@ -17,10 +17,11 @@ from .problem import Problem
 
 
 def refusal(problem: Problem, recipe: Recipe) -> str:
-    """Return why `evenpipe train` cannot run it, in a sentence; empty if it can.
+    """Return why `evenpipe train` cannot run a recipe, in a sentence; empty if it can.
 
-    The layers of a small copy of the model are cut over tensor ranks as the runtime does it, and compared with the
-    whole ones: about a second per number of ranks, once. Likewise whole sequences with pieces of them.
+    The layers of a small copy of the model are sharded over tensor ranks as in the runtime and compared with the whole
+    layers, which takes about a second per number of ranks, once. Pieces of sequences are compared with whole sequences
+    likewise.
     """
     sizes, dtypes = recipe.parallelism, problem.dtypes
     if dtypes not in {MIXED, SINGLE}:
@@ -37,20 +38,20 @@ def refusal(problem: Problem, recipe: Recipe) -> str:
 
 
 def refusal_of_cut(problem: Problem, ranks: int) -> str:
-    """Return why the layers cannot be cut over so many tensor ranks."""
+    """Return why the layers cannot be sharded over this many tensor ranks."""
     if ranks == 1:
         return ""
     return _once(problem, cut_of_model, partial(cut_of_model, problem.bytes.description, ranks), ranks)
 
 
 def refusal_of_experts(problem: Problem, members: int) -> str:
-    """Return why so many replicas cannot share the experts of every layer."""
+    """Return why this many replicas cannot share the experts of every layer."""
     check = partial(check_experts, problem.description, members)
     return _once(problem, check_experts, check, members)
 
 
 def refusal_of_pieces(problem: Problem, ranks: int) -> str:
-    """Return why sequences cannot be shared by so many context ranks."""
+    """Return why sequences cannot be sharded over this many context ranks."""
     return "" if ranks == 1 else _refusal(problem, "cp", slices=False)
 
 
@@ -66,12 +67,14 @@ def refusal_of_estimate(problem: Problem, layout: Recipe) -> str:
 
 
 def _refusal(problem: Problem, option: str, *, slices: bool) -> str:
-    check = partial(check_pieces, problem.bytes.description, option, slices=slices)  # the bytes keep the small copies
+    check = partial(
+        check_pieces, problem.bytes.description, option, slices=slices
+    )  # `problem.bytes` keeps the small copies
     return _once(problem, check_pieces, check, option)
 
 
 def _once(problem: Problem, kind: object, check: Callable[[], object], key: object) -> str:
-    """Return what a check says that is done once for a problem; empty if it passes."""
+    """Return the error of a check that runs once per problem; empty if it passes."""
 
     def sentence() -> str:
         try:

@@ -1,8 +1,8 @@
-"""Candidates for the layers of each stage.
+"""Candidates for the number of layers of each stage.
 
-An even split; with "redistribute", those that keep the busiest device short. If devices then lack memory, also the
-split that is best when each of them computes again as much as its memory requires: fewer layers where many microbatches
-are in flight or a matrix of the vocabulary stands, more where there is room.
+These are an even split, or with "redistribute" the splits that minimize the time of the busiest device. If devices then
+lack memory, there is also the best split when each device recomputes as much as its memory requires: fewer layers where
+many microbatches are in flight or a vocabulary matrix is held, more where there is room.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from .problem import Problem
 from .programs import Shape
 
 DIGITS = 2
-"""Decimals of times, in layers, by which layers are split, so that few splits differ."""
+"""Decimal places of the times, in layers, by which layers are split, so that few splits differ."""
 
 TRIES = 4
-"""Splits of a run that are evaluated, beside that by time, each with the room that those before have found."""
+"""Number of splits of a run to evaluate besides the split by time, each with the room that the previous ones
+revealed."""
 
 Split = tuple[int, ...]
 
 
 def splits(problem: Problem, layout: Recipe, shape: Shape, mode: str, head_layers: float) -> tuple[Split, ...]:
-    """Return the candidates for a schedule and a vocabulary mode, each once: an even split and its mirror image, or
-    with "redistribute" those of `splits_by_cost`, with and without regard to what is in flight; first of all what
-    memory suggests, if it suggests another one. "first-last" stays as everyone has it.
+    """Return the distinct candidates for a schedule and a vocabulary mode: an even split and its mirror image, or with
+    "redistribute" the splits of `splits_by_cost`, with and without regard to activations in flight. The split by memory
+    comes first, if it is another one; "first-last" keeps the usual splits.
 
     head_layers: the output layer's time, in layers.
     """
@@ -60,12 +61,12 @@ def splits(problem: Problem, layout: Recipe, shape: Shape, mode: str, head_layer
 
 
 def split_that_fits(problem: Problem, recipe: Recipe, host_share: float = 0.0) -> Split | None:
-    """Return the layers of each stage with which a run of a recipe with "redistribute" fits, if its split by time does
-    not; None if that fits by the estimate, or nothing does, or there is no choice.
+    """Return the layers of each stage with which a run of a "redistribute" recipe fits, if its split by time does not;
+    None if that split fits by the estimate, if none fits, or if there is no choice.
 
-    problem: the machine and the batch of the run. host_share: share of the optimizer's moments on the host. Unlike
-    plans, the run recomputes what its recipe says. Raises InputError for options that the schedule does not have, and
-    more stages than layers.
+    problem: the machine and the batch of the run. host_share: share of the optimizer's moments on the host. Unlike a
+    plan, the run recomputes exactly what its recipe says. Raises InputError for options that the schedule does not
+    have, and for more stages than layers.
     """
     is_fixed = recipe.layers_per_stage is not None or recipe.batch.slices == "auto"
     if recipe.vocabulary != "redistribute" or recipe.devices == 1 or is_fixed or not isinstance(recipe.schedule, str):
@@ -106,8 +107,8 @@ def _relative_times(problem: Problem, layout: Recipe) -> tuple[float, ...]:
 
 
 def _by_cost(shape: Shape, head: float, relative: Sequence[float]) -> tuple[Split, ...]:
-    """With memory to spare, more layers on the first devices are better, in 1F1B by a forward for every device: a long
-    first stage computes in advance while it waits for its first backward, the last one cannot."""
+    """Return the splits by time. With memory to spare, more layers on the first devices are better, in 1F1B by one
+    forward per device: a long first stage computes ahead while it waits for its first backward; the last one cannot."""
     in_flight = shape.in_flight, [0.0] * len(shape.in_flight)
     return tuple(
         dict.fromkeys(split for held in in_flight for split in splits_by_cost(relative, shape.placement, head, held))
@@ -115,8 +116,8 @@ def _by_cost(shape: Shape, head: float, relative: Sequence[float]) -> tuple[Spli
 
 
 def _by_memory(problem: Problem, usual: Configuration, head_layers: float) -> tuple[Split, ...]:
-    """Return the best split with the recomputation that it needs, if that is open, unless the usual one fits as it is.
-    head_layers: of the last device."""
+    """Return the best split with the recomputation that it needs, if recomputation is open; empty if the usual split
+    fits without any. head_layers: the time of the output layer on the last device, in layers."""
     devices = _Devices.of(problem, usual, head_layers)
     held = map(len, layers_of_devices(usual))
     if all(devices.shortfall(device, layers) <= 0 for device, layers in enumerate(held)):
@@ -127,26 +128,27 @@ def _by_memory(problem: Problem, usual: Configuration, head_layers: float) -> tu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Devices:
-    """Times and bytes of the devices of a layout. Times are relative to the last layer's. What layers need, and what
-    recomputation costs, is that of a layer on average."""
+    """Times and bytes of the devices of a layout. Times are relative to that of the last layer. Memory of layers and
+    the cost of recomputation are averages over layers."""
 
     shape: Shape
     before: tuple[float, ...]
-    """Time of so many first layers."""
+    """Cumulative time: entry n is the time of the first n layers."""
     alike: bool
-    """Whether all layers take as long."""
+    """Whether all layers take the same time."""
     heads: tuple[float, ...]
-    """By device, the time of what it has of the output layer beside its layers."""
+    """By device, the time of its part of the output layer."""
     room: tuple[float, ...]
-    """By device, bytes for its layers."""
+    """By device, the bytes available for its layers."""
     bytes: tuple[tuple[float, ...], ...]
-    """By device, the most bytes of a layer by policy: none, selective, full; the given one alone if none is open."""
+    """By device, the most bytes of a layer under each policy: none, selective, full; only the recipe's if not open."""
     recomputation: tuple[float, ...]
-    """Time of recomputation of all but the first of them."""
+    """Recomputation time under each of these policies except the first."""
 
     @classmethod
     def of(cls, problem: Problem, configuration: Configuration, head_layers: float) -> _Devices:
-        """one: with any split. head_layers: of the last device."""
+        """Return the devices of a configuration with any split. head_layers: the output layer's time on the last
+        device, in layers."""
         recipe, placement, layers = configuration.recipe, configuration.placement, problem.layers
         setting, barriers = problem.setting(recipe), recipe.mode.barriers
         times = layer_times(problem, recipe)
@@ -165,7 +167,9 @@ class _Devices:
             ends = Parameters(max(0.0, parameters.others - sum(dense[layer] for layer in held)), 0.0)
             room.append(free - sum(state_floor(problem, recipe, ends)) - logits[device] - passing)
         policies: tuple[str, ...] = POLICIES
-        if "activation_checkpointing" not in configuration.open:  # of layers with several, that which keeps most
+        if (
+            "activation_checkpointing" not in configuration.open
+        ):  # if layers have different policies, the one that keeps most
             policies = (min(configuration.checkpointing, key=POLICIES.index),)
         held_by_barriers = barriers * placement.devices / placement.stages
         in_flight = [
@@ -187,18 +191,18 @@ class _Devices:
 
     @property
     def mean(self) -> float:
-        """Time of a layer on average."""
+        """Mean time of a layer."""
         return self.before[-1] / (len(self.before) - 1)
 
     def as_evaluated(self, evaluation: Evaluation) -> _Devices:
-        """Return the same with no more room than the evaluation of a split has found."""
+        """Return the devices with no more room than the evaluation of a split revealed."""
         held = map(len, layers_of_devices(evaluation.configuration))
         devices = zip(self.room, held, self.bytes, evaluation.devices, strict=True)
         room = tuple(min(free, layers * sizes[0] + use.spare) for free, layers, sizes, use in devices)
         return replace(self, room=room)
 
     def best(self, layers: int) -> Split | None:
-        """Return the split that keeps the busiest device short; None if nothing fits."""
+        """Return the split that minimizes the time of the busiest device; None if no split fits."""
         placement = self.shape.placement
         try:
             if placement.stages == placement.devices:
@@ -209,16 +213,17 @@ class _Devices:
         return over_stages(split, placement, self.heads[placement.last_device], self.mean)
 
     def shortfall(self, device: int, layers: int) -> float:
-        """Return the bytes that a device lacks for so many layers that keep everything; negative if there is room."""
+        """Return the bytes that a device lacks for this many layers without recomputation; negative if there is
+        room."""
         return layers * self.bytes[device][0] - self.room[device]
 
     def load(self, device: int, first: int, last: int) -> tuple[float, float]:
-        """Return the `Load` of a device with any layers: its time with recomputation, and the bytes that it lacks
-        without."""
+        """Return the `Load` of a device with these layers: its time with recomputation, and the bytes that it lacks
+        without it."""
         return self._load(device, last - first, (last - first) * self.mean)
 
     def load_of_stage(self, stage: int, first: int, last: int) -> tuple[float, float]:
-        """Return the same of the device of a stage, which has no other."""
+        """Return the same for the device of a stage, if it has only this stage."""
         return self._load(self.shape.placement.device_of(stage), last - first, self.before[last] - self.before[first])
 
     def _load(self, device: int, layers: int, seconds: float) -> tuple[float, float]:
@@ -226,8 +231,8 @@ class _Devices:
         return seconds + self.heads[device] + self._again(device, layers, shortfall), max(0.0, shortfall)
 
     def _again(self, device: int, layers: int, shortfall: float) -> float:
-        """Return the time of the least recomputation: some layers with the next policy, or all of them and some with
-        the one after."""
+        """Return the time of the least recomputation: some layers use the next policy, or all of them do and some use
+        the one after it."""
         if shortfall <= 0:
             return 0.0
         seconds = 0.0
@@ -239,7 +244,8 @@ class _Devices:
 
 
 def _parameters(problem: Problem, ranks: int, members: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the parameters of each layer on one rank and member: without experts, and of those."""
+    """Return the parameters of each layer on one tensor rank and expert-group member: without experts, and of
+    experts."""
 
     def parameters() -> tuple[tuple[float, ...], tuple[float, ...]]:
         works = problem.works
@@ -252,7 +258,7 @@ def _parameters(problem: Problem, ranks: int, members: int) -> tuple[tuple[float
 def _most_bytes(
     state: float, uses: Sequence[LayerUse], moments: Sequence[tuple[float, float]], policies: Sequence[str]
 ) -> tuple[float, ...]:
-    """Return the most bytes of a layer by policy; state: those that are always there."""
+    """Return the most bytes of a layer under each policy. state: the bytes that are always allocated."""
     sizes = [state + max(held * use.waiting + later * use.queued for held, later in moments) for use in uses]
     smallest = tuple(accumulate(sizes, min))
     return tuple(smallest[POLICIES.index(policy)] for policy in policies)

@@ -1,4 +1,4 @@
-"""The best layouts without a pipeline, by what replicas share: whether a pipeline is needed at all."""
+"""The best layouts without a pipeline, one per ZeRO level, to show whether a pipeline is needed at all."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .evaluation_cache import EvaluationCache
 from .ranking import Rejection, by_shortfall
 
 KINDS: dict[Literal[0, 1, 2, 3], str] = {0: "whole replicas", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
-"""By ZeRO's level."""
+"""By ZeRO level."""
 
 
 @dataclass(frozen=True, slots=True)
 class WithoutPipeline:
-    """The best layout of one kind; without a plan, what comes nearest."""
+    """The best layout of one kind; without a plan, the configuration that comes nearest."""
 
     kind: str
     plan: Evaluation | None
@@ -35,8 +35,8 @@ def without_pipeline(
     progress: Progress | None = None,
     seconds: float = math.inf,
 ) -> tuple[WithoutPipeline, ...]:
-    """Return the best layout of each kind, for the problem of a search and in its space; nothing for a space that has
-    pipelines only, or no layout without any. seconds: for all of them."""
+    """Return the best layout of each kind, for the problem of a search and within its space; empty for a space of only
+    pipelines, or without a possible layout that has none. seconds: time limit for all of them together."""
     started, space = time.monotonic(), result.space
     if result.problem.gpus == 1 or (space.pp is not None and 1 not in space.pp):
         return ()
