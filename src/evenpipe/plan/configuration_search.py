@@ -1,25 +1,26 @@
 """Find the fastest configurations that fit, without evaluating all of them.
 
-Best-first search: layouts are sorted by a bound on their time, their configurations by a sharper one (`bounds`), and
-the first are evaluated. When no bound is below the time of the last wanted plan by half a percent, the search ends. So
-the result is that of an exhaustive search, except for two rules, the second one empirical:
+This is a best-first search: layouts are sorted by a bound on their step time, their configurations by a sharper bound
+(`bounds`), and the first ones are evaluated. The search ends when no bound is at least half a percent below the time of
+the last wanted plan. So the result is that of an exhaustive search, except for two rules, the second of them empirical:
 
     more sequences per microbatch never need less memory: if a configuration does not fit, larger ones are skipped
-    a schedule loses on a layout at least half of what it loses against its bound on others with as many devices, and
-    with the vocabulary sharded at least half of what it loses with it whole
+    the loss of a schedule against its bound on a layout is at least half its loss on other layouts with as many
+    devices, and with sharded vocabulary layers at least half its loss with whole ones
 
 The search does not assume that the least model parallelism that fits is the fastest (arXiv 2411.06465: within twice the
-least): that was found with 1F1B and whole vocabulary layers, and would exclude deep pipelines without their bubbles.
+least). That result was obtained with 1F1B and whole vocabulary layers, and would exclude deep pipelines whose
+schedules avoid bubbles.
 
 Most steps are extrapolated, and layouts share programs (`programs`). At the end the wanted plans are evaluated with
-programs of their own, and whole steps of the fastest are timed until one of these is the fastest. So their memory, and
-its time, are those of what runs.
+separate programs, and whole steps of the fastest plan are timed until a plan timed this way is the fastest. So the
+memory of the wanted plans, and the time of the fastest one, are those of the actual run.
 
-A search of many layouts answers roughly before it begins: with the best 1F1B of all layouts, then with the best
-schedule and vocabulary mode in that layout, each found by a search of its own. They are plans like all others if the
-search has to end early, and otherwise forgotten, so they change nothing in its result.
+A search of many layouts first gives a rough answer: the best 1F1B plan of all layouts, then the best schedule and
+vocabulary mode in the layout of that plan, each found by a separate search. If the search has to end early, these are
+plans like all others; otherwise they are dropped, so they do not affect the result.
 
-Evaluations run in processes, a fixed number at a time, so the result does not depend on the number of processes.
+Evaluations run in worker processes, a fixed number at a time, so the result does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -58,30 +59,30 @@ from .problem import ArrangedBy, Problem
 from .space import LONG, Space, configurations, layouts, refuses, usual_space
 
 TOGETHER = 8
-"""Configurations that are evaluated at the same time, at most; two for each plan that is wanted."""
+"""The most configurations evaluated at the same time; fewer if that is more than two per wanted plan."""
 
 LOSS_SHARE = 0.5
-"""Share of the smallest loss of a schedule on any layout that it is expected to lose on others."""
+"""Share of a schedule's smallest loss on any layout that is expected as its loss on other layouts."""
 
 ENOUGH = 3
-"""Layouts on which a schedule is evaluated before its loss counts."""
+"""Number of layouts on which a schedule is evaluated before its loss counts."""
 
 WORTH = 0.995
 """The search ignores plans that cannot be faster than this share of the time of the last wanted plan: pass times are
 not known more precisely, and many plans differ by less."""
 
 MANY = 400
-"""Layouts of a search that first answers roughly."""
+"""Number of layouts from which on a search gives a rough answer first."""
 
 QUICK = ("1f1b", "redistribute")
-"""Schedule and vocabulary mode of the first answer, if the space has them: their orders are quick to generate."""
+"""Schedule and vocabulary mode of the rough answer, if the space has them: their orders are quick to generate."""
 
 PROGRESS_INTERVAL = 0.2
-"""Least time between two calls of `Progress`."""
+"""Least time between two calls of `Progress`, in seconds."""
 
 
 class Rejected(NamedTuple):
-    """A configuration, or a whole layout, that certainly does not fit; found without a full evaluation."""
+    """A configuration, or a whole layout, that certainly does not fit, as shown without a full evaluation."""
 
     layout: Recipe
     configuration: Configuration | None
@@ -90,7 +91,7 @@ class Rejected(NamedTuple):
 
 @dataclass(slots=True)
 class Found:
-    """The results of a search. plans: those that fit, fastest first. failed: evaluated, but do not fit."""
+    """The results of a search. plans: evaluations that fit, fastest first. failed: evaluations that do not fit."""
 
     problem: Problem
     space: Space
@@ -102,21 +103,21 @@ class Found:
     """Number of configurations excluded by a bound alone."""
     layouts: int = 0
     refused: Counter[str] = field(default_factory=Counter)
-    """Number of layouts that would be fast enough, but are not in the space, by the reason that `refuses` gives."""
+    """Number of layouts that would be fast enough but are not in the space, by the reason that `refuses` returns."""
     ended: Literal["", "time", "interrupt"] = ""
-    """Why the search ended before it was done. Then times and memory of all plans but the first are those of shared
+    """Why the search ended early. In that case, times and memory of all plans but the first are those of shared
     programs (`Programs.of`)."""
     seconds: float = 0.0
-    """How long it took."""
+    """Duration of the search."""
     layouts_left: int = 0
-    """Layouts that were not looked at and may have a faster plan than the last wanted one."""
+    """Number of layouts not examined that may have a faster plan than the last wanted one."""
     configurations_left: int = 0
-    """Configurations of other layouts, likewise."""
+    """Number of configurations of other layouts, likewise."""
     least_seconds: float = 0.0
-    """A step of what is left takes at least so long, as far as bounds and losses tell."""
+    """Lower bound on the step time of everything that is left, as far as bounds and losses tell."""
 
     rough: list[Evaluation] = field(default_factory=list)
-    """Plans of the first, rough answer, fastest first; none any more when the search has ended."""
+    """Plans of the rough answer, fastest first; empty after the search has ended."""
 
     @property
     def best(self) -> Evaluation | None:
@@ -127,13 +128,13 @@ class Found:
         return self.layouts_left + self.configurations_left
 
     def best_of(self, vocabulary: str) -> Evaluation | None:
-        """Return the fastest pipeline with a vocabulary mode among the plans seen."""
+        """Return the fastest pipeline with this vocabulary mode among the plans found."""
         return next((plan for plan in self.plans if _mode(plan.configuration) == vocabulary), None)
 
 
 Progress = Callable[[Found], None]
-"""Called now and then with what is known so far; its plans are sorted, and not yet as in `Found` of a complete search.
-`ended` is set already while the best plan of a search that ended early is checked."""
+"""Called now and then with the results so far; its plans are sorted, but not yet final as after a complete search.
+`ended` is already set while the best plan of a search that ended early is being checked."""
 
 
 class SearchInterrupted(KeyboardInterrupt):
@@ -144,7 +145,7 @@ class SearchInterrupted(KeyboardInterrupt):
         self._search = search
 
     def found(self) -> Found:
-        """Return what was found, with the best plan checked; another Ctrl-C meanwhile leaves it unchecked."""
+        """Return the results so far, with the best plan checked; another Ctrl-C meanwhile leaves it unchecked."""
         with suppress(KeyboardInterrupt):
             if not self._search.found.ended:
                 self._search.end_early("interrupt")
@@ -172,7 +173,7 @@ def search_configurations(
 
     space: None: `usual_space`.
     workers: processes, by default one per core; 1 evaluates in this process.
-    seconds: after them the search ends, when the evaluation at hand is done and the best plan checked.
+    seconds: time limit. After it the search ends as soon as the current evaluation is done and the best plan checked.
 
     Raises InputError as `layouts`, and SearchInterrupted on Ctrl-C.
     """
@@ -193,7 +194,7 @@ def search_configurations(
 
 
 class _Watch:
-    """Says how far a search is, and ends it at its time limit."""
+    """Reports the progress of a search and ends it at its time limit."""
 
     def __init__(self, limit: float, progress: Progress | None) -> None:
         self.started = self.reported = time.monotonic()
@@ -203,8 +204,8 @@ class _Watch:
 
     @contextmanager
     def deferring_interrupts(self) -> Iterator[None]:
-        """Hold Ctrl-C back until the next `check` if it comes in a callback of freed memory, such as that of
-        `memory.tracker`, or in a `__del__`: Python ignores what is raised there."""
+        """Hold Ctrl-C back until the next `check` if it comes in a callback for freed memory, such as that of
+        `memory.tracker`, or in a `__del__`: Python ignores exceptions there."""
         ignored = ("gone", "__del__")
         with _defer_interrupts(lambda frame: frame is not None and frame.f_code.co_name in ignored) as self.answer:
             yield
@@ -214,7 +215,7 @@ class _Watch:
         return time.monotonic() - self.started
 
     def check(self) -> None:
-        """Tell the progress now and then. Raises _TimeIsUpError."""
+        """Report progress if the last report is old enough. Raises _TimeIsUpError after the time limit."""
         self.answer()
         if self.seconds >= self.limit:
             raise _TimeIsUpError
@@ -242,14 +243,14 @@ class _Search:
         *,
         each_vocabulary: bool = False,
     ) -> None:
-        """each: also the fastest plan of each vocabulary mode is wanted."""
+        """each_vocabulary: the fastest plan of each vocabulary mode is also wanted."""
         self.problem, self.space, self.wanted, self.each_vocabulary = problem, space, wanted, each_vocabulary
         self.watch, self.cache = watch, cache or EvaluationCache()
         self.found = Found(problem, space)
         self.numbers = count()
         self.heap: list[tuple[float, int, _Sizes | Configuration]] = []
-        self.requested: dict[Configuration, Configuration] = {}  # by evaluated configuration: with its open fields
-        self.sharp_bounds: dict[Configuration, float] = {}  # bounds of those that have that of `order_bound`
+        self.requested: dict[Configuration, Configuration] = {}  # by evaluated configuration: the one with open fields
+        self.sharp_bounds: dict[Configuration, float] = {}  # for configurations with an `order_bound`
         self.times: list[float] = []  # times of the plans that fit, ascending
         self.best_of: dict[str, float] = {}  # by vocabulary mode
         self.losses: dict[Any, list[float]] = defaultdict(list)  # by `_families`: times over bounds
@@ -269,8 +270,8 @@ class _Search:
         self.found.least_seconds = min((bound for bound, *_ in self.heap), default=0.0)
 
     def answer_roughly(self, evaluate_all: _EvaluateAll) -> None:
-        """Of many layouts, search among the usual pipelines of all of them, and then among all pipelines of the best
-        of these."""
+        """If there are many layouts, search the usual pipelines of all layouts, then all pipelines of the best of these
+        layouts."""
         schedule, mode = QUICK
         modes = self.space.vocabularies
         usual = replace(
@@ -290,7 +291,7 @@ class _Search:
             self._search_subspace(replace(self.space, **axes, microbatch_sizes=sizes), evaluate_all)
 
     def _search_subspace(self, space: Space, evaluate_all: _EvaluateAll) -> None:
-        """Add the fastest plans of a part of the space to the rough ones."""
+        """Add the fastest plans of a part of the space to the rough plans."""
         search = _Search(self.problem, space, 1, self.watch)
         search.requested, search.found.plans = self.requested, self.found.rough
         search.run(evaluate_all)
@@ -311,7 +312,7 @@ class _Search:
         self.found.rough.clear()
 
     def progress_so_far(self) -> Found:
-        """Return what is known, with how much is left."""
+        """Return the results so far, with the numbers of layouts and configurations left."""
         result, limit = self.found, self._limit(*self.space.vocabularies)
         left = [node for bound, _, node in self.heap if bound < limit]
         result.layouts_left = sum(len(node) for node in left if isinstance(node, list))
@@ -320,7 +321,7 @@ class _Search:
         return result
 
     def end_early(self, why: Literal["time", "interrupt"]) -> None:
-        """Take the rough plans for plans like the others, and check which is the fastest, in this process."""
+        """Add the rough plans to the others, and check which plan is the fastest, in this process."""
         result = self.found
         result.ended = why
         known = {plan.configuration for plan in result.plans}
@@ -333,14 +334,15 @@ class _Search:
         self.settle(partial(_evaluate_alone, self.problem), 0)
 
     def result(self) -> Found:
-        """Return what was found when nothing more is done."""
+        """Return the final results."""
         self.found.seconds = self.watch.seconds
         self.found.failed.sort(key=lambda plan: plan.configuration.name)
         return self.found
 
     def settle(self, evaluate_all: _EvaluateAll, wanted: int) -> None:
-        """Sort the plans, evaluate the `wanted` fastest and the best as they run, and time whole steps of the best
-        until one of these is the fastest; with `each` of every mode."""
+        """Sort the plans, evaluate the best and the `wanted` fastest ones with separate programs, and time whole steps
+        of the best plan until a plan timed this way is the fastest; with `each_vocabulary`, of the best plan of every
+        mode."""
         plans, exact, timed = self.found.plans, set[Configuration](), set[Configuration]()
         while True:
             self.found.failed += (plan for plan in plans if not plan.fits)
@@ -364,7 +366,7 @@ class _Search:
                 return
 
     def _leading(self) -> Collection[int]:
-        """Return the places of the fastest plan, or of that of every mode."""
+        """Return the position of the fastest plan, or the positions of the fastest plan of every mode."""
         leading: dict[str | None, int] = {}
         for position, plan in enumerate(self.found.plans):
             leading.setdefault(_mode(plan.configuration) if self.each_vocabulary else None, position)
@@ -378,8 +380,8 @@ class _Search:
         heapq.heappush(self.heap, (bound, next(self.numbers), node))
 
     def _next(self) -> list[Configuration]:
-        """Return the configurations to evaluate together next; none at the end. Those of a schedule and mode whose loss
-        is not known yet wait for the first of them."""
+        """Return the configurations to evaluate together next; empty at the end. If the loss of a schedule and mode is
+        not yet known, only the first of its configurations is evaluated, and the others wait for it."""
         batch: list[Configuration] = []
         unknown: set[Any] = set()
         while self.heap and len(batch) < min(TOGETHER, 2 * self.wanted):
@@ -414,21 +416,21 @@ class _Search:
         return batch
 
     def _limit(self, *modes: str | None) -> float:
-        """Return the time that a plan must beat that has one of these vocabulary modes; None: on a single device."""
+        """Return the time that a plan with one of these vocabulary modes must beat; None stands for a single device."""
         limits = [self.times[self.wanted - 1] if len(self.times) >= self.wanted else math.inf]
         if self.each_vocabulary:
             limits += [self.best_of.get(mode, math.inf) for mode in modes if mode is not None]
         return WORTH * max(limits)
 
     def _expected(self, configuration: Configuration) -> float:
-        """Return the bound on the step with the empirical factor."""
+        """Return the bound on the step time with the empirical factor."""
         known = [self.losses[family] for family in _families(configuration)] if configuration.recipe.devices > 1 else []
         loss = max((min(losses) for losses in known if len(losses) >= ENOUGH), default=1.0)
         return self.sharp_bounds[configuration] * (1 + LOSS_SHARE * (loss - 1))
 
     def _open(self, sizes: _Sizes) -> None:
-        """Compute bounds of all configurations of the layout with the fewest sequences per microbatch that may be fast
-        enough; the others are opened later, if any of these may fit."""
+        """Compute the bounds of all configurations of the layout with the fewest sequences per microbatch that may be
+        fast enough. The other layouts are opened later, if any of these configurations may fit."""
         limit, may_fit = self._limit(*self.space.vocabularies), False
         (_, layout), *larger = (entry for entry in sizes if entry[0] < limit)
         if reason := refuses(self.problem, self.space, layout):
@@ -492,7 +494,8 @@ def _mode(configuration: Configuration) -> str | None:
 
 
 def _families(configuration: Configuration) -> tuple[Any, Any]:
-    """Return what those have in common that lose similar shares: with any vocabulary mode, and with the same."""
+    """Return keys of the families of configurations with similar losses: over all vocabulary modes, and with the same
+    one."""
     recipe = configuration.recipe
     family = configuration.schedule, recipe.schedule_options, configuration.offload, recipe.devices, recipe.slices
     return family, (*family, recipe.vocabulary)
@@ -512,8 +515,8 @@ def _all_but_size(configuration: Configuration) -> Any:
 
 
 def _axes(recipe: Recipe) -> Any:
-    """Return what layouts have in common that differ only in the sequences of a microbatch, and what follows from
-    them."""
+    """Return a key shared by layouts that differ only in the number of sequences per microbatch and what follows from
+    it."""
     sizes = recipe.parallelism
     return (*(getattr(sizes, axis) for axis in AXES), sizes.zero)
 
@@ -521,10 +524,10 @@ def _axes(recipe: Recipe) -> Any:
 # --- processes -----------------------------------------------------------------------------------------------
 
 _EvaluateAll = Callable[[Sequence[Configuration], Sequence[float], ArrangedBy], Iterator[Evaluation]]
-"""Evaluates configurations, each with its limit."""
+"""Evaluates configurations, each with its time limit."""
 
 _problem: Problem | None = None
-"""Problem of this process, if it is a worker."""
+"""The problem of this process, if it is a worker."""
 
 _idle = threading.Lock()
 """Held by a worker except during an evaluation: half a result in the pipe to the parent would block it forever."""
@@ -532,13 +535,13 @@ _idle = threading.Lock()
 
 @contextmanager
 def _pool(problem: Problem, workers: int | None, watch: _Watch) -> Iterator[_EvaluateAll]:
-    """Return worker processes. They are forked if possible, so that they have the model and the libraries at once, and
-    end with the context, whatever they do."""
+    """Yield a function that evaluates in worker processes. These are forked if possible, so that they have the model
+    and the libraries from the start, and end with the context, whatever they are doing."""
     processes = cores() if workers is None else workers
     if processes == 1 or "fork" not in multiprocessing.get_all_start_methods():
         yield partial(_evaluate_alone, problem, watch=watch)
         return
-    global _problem  # noqa: PLW0603 - what forked processes find
+    global _problem  # noqa: PLW0603 - read by forked processes
     _problem = problem
     context = multiprocessing.get_context("fork")
     ending = context.Event()
@@ -553,13 +556,14 @@ def _pool(problem: Problem, workers: int | None, watch: _Watch) -> Iterator[_Eva
 
 
 def _uninterrupted() -> AbstractContextManager[object]:
-    """Hold Ctrl-C back until the end of the context: an executor that it reaches in the middle of a call never ends."""
+    """Defer Ctrl-C until the end of the context: an executor interrupted in the middle of a call never ends."""
     return _defer_interrupts(lambda frame: True)
 
 
 @contextmanager
 def _defer_interrupts(when: Callable[[FrameType | None], bool]) -> Iterator[Callable[[], None]]:
-    """Hold Ctrl-C back when it comes in such a frame. Yields a function that lets it through, as the end does."""
+    """Defer Ctrl-C when it arrives in a frame for which `when` is true. Yields a function that delivers a deferred
+    Ctrl-C, as the end of the context does."""
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
         yield lambda: None
@@ -587,7 +591,7 @@ def _defer_interrupts(when: Callable[[FrameType | None], bool]) -> Iterator[Call
 
 
 def _start_worker(ending: Event) -> None:
-    # One thread each: the pool of threads of OpenMP does not survive a fork, so a product that wants it never ends.
+    # One thread each: OpenMP's thread pool does not survive a fork, so a product that uses it would never end.
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the parent decides
     _idle.acquire()
@@ -603,7 +607,7 @@ def _end_worker(ending: Event) -> None:
 def _evaluate_in(
     executor: Executor, watch: _Watch, batch: Sequence[Configuration], limits: Sequence[float], by: ArrangedBy
 ) -> Iterator[Evaluation]:
-    """Evaluate in worker processes, with a look at the watch while they compute."""
+    """Evaluate in worker processes, checking the watch while they compute."""
     with _uninterrupted():
         running = [
             executor.submit(_evaluate_here, configuration, limit, by)

@@ -1,7 +1,7 @@
-"""Show the imbalance of a model, and the gain of each alternative, for people who see it for the first time.
+"""Show the imbalance of a model, and the gain of each alternative, to people who see it for the first time.
 
-In one layout of the GPUs, the usual configuration (1F1B, the whole output layer on the last device) is compared with
-other vocabulary modes and schedules: the layout in which it is fastest, so that none of their gains is one of layout.
+The usual configuration (1F1B, the whole output layer on the last device) is compared with other vocabulary modes and
+schedules in a single layout of the GPUs: the one in which it is fastest, so that no gain is due to the layout.
 `search_configurations` compares all layouts.
 """
 
@@ -33,10 +33,10 @@ from .space import Space, divisors, layouts
 from .splits import splits
 
 SHALLOWEST = 4
-"""Least number of devices of the pipeline, if there are so many GPUs: shorter ones show little imbalance."""
+"""Least number of devices of the pipeline, if there are enough GPUs: shorter pipelines show little imbalance."""
 
 USUAL = ("1f1b", "first-last")
-"""Usual schedule and vocabulary mode, the baseline of all comparisons."""
+"""The usual schedule and vocabulary mode, the baseline of all comparisons."""
 
 OTHERS = (
     ("1f1b", "redistribute"),
@@ -48,12 +48,12 @@ OTHERS = (
     ("v-half", "vocab-2"),
     ("v-half", "vocab-2", "free"),
 )
-"""Schedules, modes, and choices for activations on the host: each schedule with whole vocabulary layers and with
-shards, so that the gains of both can be told apart. Their orders are quick to generate, also for deep pipelines; the
+"""Schedules, modes, and choices for activations on the host: each schedule with whole and with sharded vocabulary
+layers, so that the gains of the two can be told apart. Their orders are quick to generate, even for deep pipelines; the
 search covers all schedules."""
 
 DRAWN = 2
-"""Microbatches per device in the picture: enough for warm-up, a steady part, and the end."""
+"""Microbatches per device in the picture: enough to show the warm-up, a steady part, and the end."""
 
 HEADER = ("schedule", "vocabulary", "step", "speed", "busy", "busiest/mean", "fullest", "emptiest", "recomputed", "")
 
@@ -67,11 +67,11 @@ class Explanation:
 
     problem: Problem
     name: str
-    """Name of the model, as given."""
+    """Name of the model, as given by the user."""
     head_layers: float
-    """Time of the output layer, in transformer layers."""
+    """Time of the output layer, in units of a transformer layer."""
     layer_parameters: float
-    """Parameters of a layer, on average."""
+    """Mean number of parameters of a layer."""
     usual: Evaluation
     others: tuple[Evaluation, ...]
 
@@ -82,7 +82,7 @@ class Explanation:
 
     @property
     def best(self) -> Evaluation:
-        """Return the fastest one that fits; the usual one if none does."""
+        """Return the fastest evaluation that fits; the usual one if none does."""
         return min(
             (evaluation for evaluation in self.all if evaluation.fits),
             key=lambda evaluation: evaluation.seconds,
@@ -91,8 +91,8 @@ class Explanation:
 
     @property
     def gains(self) -> dict[str, tuple[Evaluation, float]]:
-        """Return what the best one gains over others that differ from it only in one thing, "shards" or "schedule", as
-        (the other, ratio of steps): without shards, and with the usual schedule."""
+        """Return the gains of the best evaluation over those that differ from it in one respect only: "shards" (one
+        without shards) and "schedule" (one with the usual schedule). Each is (the other evaluation, ratio of steps)."""
         best = self.best.configuration
         gains: dict[str, tuple[Evaluation, float]] = {}
         for evaluation in self.others:
@@ -109,7 +109,7 @@ class Explanation:
 
     @property
     def arranging_gain(self) -> float:
-        """Return what the arrangement of the best order is worth, as `arranging_gain`."""
+        """Return the gain from the arrangement of the best order, as `arranging_gain`."""
         return 0.0 if math.isinf(self.best.seconds) else arranging_gain(self.problem, self.best)
 
     @property
@@ -119,7 +119,8 @@ class Explanation:
         return description.vocabulary_size * description.hidden_size / self.layer_parameters
 
     def timelines(self) -> dict[str, Timeline]:
-        """Return short steps of the usual mode and of vocab-2 in the same schedule, for a picture. Times in seconds."""
+        """Return the timelines of short steps, in seconds, for a picture: of the usual mode and of vocab-2, both with
+        the usual schedule."""
         timelines = {}
         for configuration in (evaluation.configuration for evaluation in self.all if not evaluation.fault):
             recipe = configuration.recipe
@@ -172,7 +173,7 @@ class Explanation:
         )
 
     def _devices(self) -> Iterator[str]:
-        """Return the imbalance of the usual configuration, device by device."""
+        """Yield lines on the imbalance of the usual configuration, device by device."""
         usual = self.usual
         yield f"Out of balance: {' + '.join(USUAL)}"
         if usual.fault:
@@ -250,7 +251,7 @@ class Explanation:
         )
 
     def commands(self) -> tuple[str, ...]:
-        """How to go on with the same problem; what evenpipe trains has its own kernels."""
+        """Return the commands to continue with for the same problem; the training plan uses evenpipe's own kernels."""
         problem = self.problem
         options = {
             "model": shlex.quote(self.name),
@@ -286,13 +287,13 @@ def explain(
     """Evaluate the usual configuration and the alternatives in one layout.
 
     Args:
-        name: of the model, for the report and the commands in it.
-        pp: devices of the pipeline; None: 4 or more, if there are so many GPUs.
+        name: name of the model, for the report and its commands.
+        pp: devices of the pipeline; None: 4 or more, if there are enough GPUs.
         tp: size of the tensor axis; None: any.
-        progress: called now and then with a line about what is done.
+        progress: called now and then with a line about the current work.
 
-    Raises InputError if there is no such layout, for one GPU, and if nothing can be estimated in the layout.
-    """
+    Raises InputError if there is no such layout, if there is only one GPU, and if nothing can be estimated in the
+    layout."""
     if problem.gpus < 2:
         raise refused("gpus", problem.gpus, "at least 2: one GPU is no pipeline")
     layout = _layout(problem, pp, tp, progress)
@@ -317,8 +318,8 @@ def explain(
 
 
 def _layout(problem: Problem, pp: int | None, tp: int | None, progress: Callable[[str], None]) -> Recipe:
-    """Return the layout in which the usual configuration is fastest, or that with the most model parallelism if none
-    fits."""
+    """Return the layout in which the usual configuration is fastest; if none fits, the layout with the most model
+    parallelism."""
     shallowest = max(2, min(SHALLOWEST, problem.gpus, problem.layers))
     deep = tuple(size for size in divisors(problem.gpus) if shallowest <= size <= problem.layers)
     if pp is None and not deep:
@@ -338,7 +339,7 @@ def _layout(problem: Problem, pp: int | None, tp: int | None, progress: Callable
     def show(result: Found) -> None:
         progress(progress_text(result))
 
-    # In this process: what it learns of the model's memory is needed again.
+    # In this process, because what it learns about the model's memory is needed again.
     best = search_configurations(problem, space, wanted=1, workers=1, progress=show).best
     if best is not None:
         return best.configuration.recipe
@@ -352,7 +353,7 @@ def _shape(problem: Problem, layout: Recipe, schedule: str) -> Shape:
 
 
 def _evaluated(problem: Problem, layout: Recipe, schedule: str, mode: str, offload: str = "scheduled") -> Evaluation:
-    """Return the evaluation with the best split of layers; if none fits, with the one that lacks least."""
+    """Return the evaluation with the best split of layers; if none fits, with the split that lacks the least memory."""
     shape = _shape(problem, layout, schedule)
     possible = []
     for split in splits(problem, layout, shape, mode, head_layers(problem, layout)):
@@ -387,7 +388,7 @@ def _evaluated(problem: Problem, layout: Recipe, schedule: str, mode: str, offlo
 
 
 def _rank(evaluation: Evaluation) -> tuple[bool, float, float]:
-    """Return what the better one of two has less of."""
+    """Return a key that is smaller for the better of two evaluations."""
     return (
         bool(evaluation.fault),
         evaluation.seconds,
@@ -400,6 +401,6 @@ def _whole_name(evaluation: Evaluation) -> str:
 
 
 def _name(evaluation: Evaluation) -> str:
-    """Return the name of a schedule, with its choice for activations."""
+    """Return the name of the schedule, with its choice for activations."""
     configuration = evaluation.configuration
     return f"{configuration.schedule_name}, offload" if configuration.offload == "free" else configuration.schedule_name

@@ -1,8 +1,8 @@
-"""Steps that a user has measured, and the hardware by which they are predicted.
+"""Steps that a user has measured, and the hardware fitted to them.
 
-What a product reaches of a GPU's peak, what a network carries and what a kernel takes at least differ between machines
-with the same name. `fitted` finds factors for them by least squares, with a penalty for unlikely ones, so that a few
-measurements, or one, settle what they say something about, and leave the rest.
+The fraction of a GPU's peak that a product reaches, the bandwidth of the network and the least time of a kernel differ
+between machines of the same name. `fitted` finds factors for them by least squares, with a penalty for unlikely
+factors, so that a few measurements, or one, determine the factors that they depend on and leave the others alone.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ SPREAD, SPREAD_WITH_CONTEXT_RANKS = (0.93, 1.13), (0.95, 1.35)
 """Measured over predicted seconds of nine in ten published steps, on A100, H100 and B200 alike: without and with
 context parallelism (benchmarks/published_rows.py and published_steps.py)."""
 SPREAD_OF_MEASURED = (0.88, 1.14)
-"""The same after any one step of the same source was measured (`calibrated` of published_rows.py): that removes what
-all steps of a source have in common, and adds what the measured one has alone."""
+"""The same after any single step of the same source was measured (`calibrated` of published_rows.py): this removes the
+error that all steps of a source have in common and adds the error specific to the measured one."""
 SPREAD_OF_PASSES = (0.96, 1.04)
-"""Of steps whose passes were measured (benchmarks/planned.py)."""
+"""The same for steps whose passes were measured (benchmarks/planned.py)."""
 
 ACCEPTED = (
     'a layout as a plan is called, or a configuration of evenpipe train, a colon, and what it reached, as in "dp4·pp2'
@@ -80,11 +80,11 @@ SCALED: dict[str, tuple[float, Callable[[Hardware, float], Hardware]]] = {
     "transfers between GPUs": (0.3, _with_wires),
     "single kernels": (0.5, _with_operations),
 }
-"""What is uncertain, by which logarithm of a factor in a usual case, and how hardware with that speed is made."""
+"""Each uncertain speed: the usual deviation of the logarithm of its factor, and the function that applies a factor."""
 ERROR = 0.01
 """Usual relative error of a measurement."""
 IMPLAUSIBLE = 3.0
-"""Factor between measured and predicted seconds from which on something else was measured."""
+"""Ratio of measured and predicted seconds from which on something else must have been measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class MeasuredStep:
     seconds: float
 
     def predicted(self, problem: Problem, hardware: Hardware) -> float:
-        """Return the seconds that are predicted on some hardware, for the model of a problem."""
+        """Return the predicted seconds on the given hardware, for the model of a problem."""
         parallelism, batch = self.recipe.parallelism, self.recipe.batch
         step_problem = replace(
             problem,
@@ -110,13 +110,13 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Hardware on which measured steps are predicted."""
+    """Hardware fitted to measured steps."""
 
     hardware: Hardware
     factors: dict[str, float]
-    """New speeds over old ones, by `SCALED`."""
+    """Ratios of new to old speeds, by the names in `SCALED`."""
     errors: tuple[float, ...]
-    """Predicted over measured seconds, less 1, of each step."""
+    """Predicted over measured seconds minus 1, for each step."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
@@ -124,7 +124,7 @@ class Fitted:
 
     @property
     def text(self) -> str:
-        """What moved, in a sentence."""
+        """Return the changes in a sentence."""
         moved = [
             f"{name} {100 * abs(factor - 1):.0f} % {'faster' if factor > 1 else 'slower'}"
             for name, factor in self.factors.items()
@@ -135,8 +135,8 @@ class Fitted:
 
 
 def fitted(problem: Problem, steps: Sequence[MeasuredStep]) -> Fitted:
-    """Return the hardware of a problem changed so that it predicts these steps as well as is likely. Raises InputError
-    for a step that is far from its prediction."""
+    """Return the hardware of a problem, adjusted to predict these steps as well as likely factors allow. Raises
+    InputError for a step that is far from its prediction."""
     for step in steps:
         predicted = step.predicted(problem, problem.hardware)
         if not 1 / IMPLAUSIBLE < predicted / step.seconds < IMPLAUSIBLE:
@@ -170,8 +170,8 @@ def fitted(problem: Problem, steps: Sequence[MeasuredStep]) -> Fitted:
 
 
 def spread(problem: Problem, configuration: Configuration, *, measured: bool) -> tuple[float, float] | None:
-    """Return the range of actual over predicted seconds; None on a host whose passes were not measured. measured: the
-    hardware is `fitted`."""
+    """Return the range of actual over predicted seconds; None on a CPU whose passes were not measured. measured:
+    whether the hardware was `fitted`."""
     if problem.measured:
         return SPREAD_OF_PASSES
     if problem.hardware.torch_device == "cpu":
@@ -185,8 +185,9 @@ def spread(problem: Problem, configuration: Configuration, *, measured: bool) ->
 
 
 def measured_steps(problem: Problem, text: str, read_run: ReadRun) -> list[MeasuredStep]:
-    """Read measured steps of the model and the sequence length of a problem: one, or the lines of a file. Raises
-    InputError for what cannot be read, and for a layout that the model or the kernels cannot have."""
+    """Read measured steps of the model and the sequence length of a problem: a single one, or the lines of a file.
+    Raises InputError for text that cannot be parsed, and for a layout that is impossible for the model or the
+    kernels."""
     lines = [text]
     if ":" not in text or Path(text).is_file():
         try:
@@ -220,7 +221,7 @@ def _step(problem: Problem, text: str, read_run: ReadRun) -> MeasuredStep:
 
 
 def _recipe(problem: Problem, words: list[str]) -> Recipe:
-    """Return the recipe that the words of a plan's name say; what they do not say is usual."""
+    """Return the recipe that the words of a plan's name describe, with defaults for everything else."""
     fields: dict[str, Any] = {"schedule": "1f1b", "vocabulary": "redistribute" if problem.is_ours else "first-last"}
     options: dict[str, Any] = {}
     remaining = list(words)

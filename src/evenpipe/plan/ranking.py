@@ -30,19 +30,19 @@ REJECTED = 8
 """Number of rejected configurations to explain."""
 
 FIXES = 3
-"""Number of fixes to offer for each."""
+"""Number of fixes to offer for each of them."""
 
 # --- figures of one plan -------------------------------------------------------------------------------------
 
 
 def tokens_per_second(problem: Problem, plan: Evaluation) -> float:
-    """Return the tokens that all GPUs train on in a second."""
+    """Return the number of tokens that all GPUs together train on per second."""
     return problem.sequence * problem.sequences_per_step / plan.seconds
 
 
 def utilization(problem: Problem, plan: Evaluation) -> float:
-    """Return model FLOPs over the peak of all GPUs (MFU): forward and backward, without recomputation and masked pairs
-    of attention."""
+    """Return the model FLOPs utilization (MFU) over the peak of all GPUs: forward and backward, without recomputation
+    and masked pairs of attention."""
     tokens = problem.sequence * problem.sequences_per_step
     layers = sum(work.flops + work.attention.flops(work.attention.pairs(problem.sequence)) for work in problem.works)
     flops = 3.0 * tokens * (layers + problem.model_costs.head)
@@ -50,7 +50,7 @@ def utilization(problem: Problem, plan: Evaluation) -> float:
 
 
 def recomputation(plan: Evaluation) -> str:
-    """Return the checkpointing in a few words."""
+    """Return the checkpointing policies in a few words."""
     policies = plan.configuration.checkpointing
     counts = {policy: policies.count(policy) for policy in dict.fromkeys(policies)}
     if len(counts) == 1:
@@ -83,12 +83,12 @@ def binding(problem: Problem, plan: Evaluation) -> str:
 
 
 WORTH_SAYING = 0.01
-"""Least gain by the arrangement of an order that is said."""
+"""Smallest gain from the arrangement of an order that is reported."""
 
 
 def arranging_gain(problem: Problem, plan: Evaluation) -> float:
-    """Return how much longer the step of an evaluated plan would be if its order were arranged by FLOPs, as a share of
-    the step; negative if it would be shorter. Both are extrapolated."""
+    """Return how much longer the step of an evaluated plan would be with its order arranged by FLOPs, as a fraction of
+    the step; negative if it would be shorter. Both times are extrapolated."""
     if plan.configuration.recipe.devices == 1:
         return 0.0
     by_flops = timed(replace(problem, arranged_by="flops"), plan.configuration).seconds
@@ -96,7 +96,7 @@ def arranging_gain(problem: Problem, plan: Evaluation) -> float:
 
 
 def arrangement_in_words(gain: float) -> str:
-    """Return what `arranging_gain` found, in a sentence; empty if it is hardly anything."""
+    """Return the result of `arranging_gain` in a sentence; empty if it is negligible."""
     if abs(gain) < WORTH_SAYING:
         return ""
     length = "longer" if gain > 0 else "shorter"
@@ -106,14 +106,14 @@ def arrangement_in_words(gain: float) -> str:
 
 
 def split_in_words(layers_per_stage: Sequence[int]) -> str:
-    """Return the layers of each stage, with equal ones that follow each other counted."""
+    """Return the numbers of layers of the stages, with runs of equal numbers combined."""
     runs = [(layers, len(list(alike))) for layers, alike in groupby(layers_per_stage)]
     return ", ".join(f"{layers}" if stages == 1 else f"{layers} in each of {stages} stages" for layers, stages in runs)
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a training may cost: a number of tokens, or of GPU-days."""
+    """The budget of a training run: a number of tokens or of GPU-days."""
 
     tokens: float | None
     gpu_days: float | None
@@ -132,7 +132,7 @@ class Budget:
         return cls(None, amount) if factor is None else cls(amount * factor, None)
 
     def to_dict(self, problem: Problem, plan: Evaluation) -> dict[str, float]:
-        """Return tokens, GPU-days, and days on all GPUs of a plan."""
+        """Return the tokens, the GPU-days, and the days on all GPUs with a plan."""
         a_day = 86400 * tokens_per_second(problem, plan)
         tokens = self.tokens or (self.gpu_days or 0.0) * a_day / problem.gpus
         return {"tokens": tokens, "gpu_days": problem.gpus * tokens / a_day, "days": tokens / a_day}
@@ -160,7 +160,7 @@ class Ranking:
     """The best layouts without a pipeline."""
     budget: Budget | None = None
     measured: Fitted | None = None
-    """What the hardware of the problem follows from."""
+    """The measurements that the hardware of the problem is fitted to."""
 
     @property
     def plans(self) -> list[Evaluation]:
@@ -210,7 +210,7 @@ class Ranking:
         }
 
     def _range(self, plan: Evaluation) -> tuple[float, float] | None:
-        """Return the range of seconds that the step of a plan is likely to take."""
+        """Return the likely range of the step time of a plan, in seconds."""
         factors = spread(self.found.problem, plan.configuration, measured=self.measured is not None)
         return None if factors is None else (factors[0] * plan.seconds, factors[1] * plan.seconds)
 
@@ -307,7 +307,7 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """The best plan of a vocabulary mode against the best of all others. factor: ratio of their steps."""
+    """The best plan of a vocabulary mode, compared with the fastest of all modes. factor: ratio of their step times."""
 
     mode: str
     plan: Evaluation
@@ -325,8 +325,7 @@ class Gain:
 
 
 def gains(result: Found) -> list[Gain]:
-    """Return the best plan of every vocabulary mode among those seen, fastest first, each with the reason for its
-    time."""
+    """Return the best plan found for each vocabulary mode, fastest first, each with the reason for its time."""
     best = [plan for mode in result.space.vocabularies if (plan := result.best_of(mode)) is not None]
     best.sort(key=lambda plan: plan.seconds)
     factors = [plan.seconds / best[0].seconds for plan in best]
@@ -361,7 +360,8 @@ def _why(problem: Problem, plan: Evaluation, factor: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Why a configuration does not fit, and the plans nearest to it. fixes: (the change, its plan)."""
+    """Why a configuration does not fit, and the plans nearest to it. fixes: pairs of a change and the resulting
+    plan."""
 
     name: str
     shortfall: int
@@ -389,8 +389,8 @@ class Rejection:
 
 
 def explained(result: Found) -> list[Rejection]:
-    """Return the fastest configurations if memory were no limit, faster than all plans, each with the plans that differ
-    least from it."""
+    """Return the configurations that would be fastest, and faster than all plans, if memory were unlimited, each with
+    the plans that differ least from it."""
     limit = math.inf if result.best is None else result.best.seconds
     candidates = [
         (
@@ -415,7 +415,7 @@ def explained(result: Found) -> list[Rejection]:
 
 
 def by_shortfall(result: Found) -> list[Rejection]:
-    """Return what does not fit, with the least lack of memory first."""
+    """Return the rejections in order of the memory that they lack, smallest first."""
     rejections = [
         _of_plan(result, plan, plan.configuration.name, plan.seconds)
         for plan in result.failed
@@ -428,7 +428,7 @@ def by_shortfall(result: Found) -> list[Rejection]:
 
 def _rejected(result: Found, limit: float = math.inf) -> list[Rejected]:
     """Return what a bound rejected that may be faster than `limit`, without layouts that would be refused anyway: the
-    search has not asked for these."""
+    search has not checked these."""
     faster = (rejected for rejected in result.rejected if rejected.bound.seconds < limit)
     return [rejected for rejected in faster if not refuses(result.problem, result.space, rejected.layout)]
 
@@ -450,7 +450,7 @@ def _of_plan(result: Found, plan: Evaluation, name: str, seconds: float) -> Reje
 
 
 def _measures(plan: Evaluation) -> str:
-    """Return the measures with which a plan fits."""
+    """Return the measures that make a plan fit."""
     configuration = plan.configuration
     policies = configuration.checkpointing
     recomputed = [
@@ -475,7 +475,8 @@ def _of_floor(rejected: Rejected) -> Rejection:
 
 
 def _fixes(result: Found, failed: Evaluation) -> Iterator[tuple[str, Evaluation]]:
-    """Return the fastest plans with the fewest changes to a configuration that does not fit."""
+    """Yield plans as fixes of a configuration that does not fit, fastest first; those with more than two changes come
+    last."""
     failed_choices = _choices(failed)
     ranked = []
     for plan in result.plans:
@@ -509,7 +510,7 @@ def _choices(plan: Evaluation) -> dict[str, Any]:
 
 
 def progress_text(result: Found) -> str:
-    """Return how far a search is, in a line."""
+    """Return the progress of a search, in one line."""
     best = result.best
     plan = "no plan yet" if best is None else f"best step {seconds_text(best.seconds)}: {best.configuration.name}"
     if result.ended:
@@ -538,7 +539,7 @@ def _duration(seconds: float) -> str:
 
 
 def _about_measured(problem: Problem) -> Iterator[str]:
-    """If the hardware file has measured passes, return whether they are used for this model."""
+    """If the hardware file has measured passes, yield a line on whether they are used for this model."""
     if not problem.hardware.passes:
         return
     sizes = sorted(

@@ -1,8 +1,8 @@
 """The space of the search: all configurations that a number of GPUs could run.
 
-Excluded are impossible layouts (heads that do not divide, more stages than layers, a batch that does not divide) and
-slow ones: tensor parallelism across nodes, which loses a third of the speed, and context parallelism across nodes that
-leaves a GPU few tokens (`TOKENS_ACROSS`): what it computes grows with them, and faster than what it exchanges.
+Excluded are impossible layouts (heads or a batch that do not divide evenly, more stages than layers) and slow ones:
+tensor parallelism across nodes, which loses a third of the speed, and context parallelism across nodes that leaves each
+GPU few tokens (`TOKENS_ACROSS`), because computation grows faster with the number of tokens than communication does.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from .runnable import refusal_of_cut, refusal_of_estimate, refusal_of_experts, r
 from .splits import splits
 
 TOKENS_ACROSS = 8192
-"""Least tokens of a sequence on each GPU for context parallelism across nodes: as many as Llama 3 405B was trained with
-(arXiv 2407.21783, table 4: 131 072 over 16)."""
+"""Least number of tokens of a sequence on each GPU for context parallelism across nodes: that of the training of
+Llama 3 405B (arXiv 2407.21783, table 4: 131 072 over 16)."""
 
 SLICES = (4,)
 """Numbers of slices of long sequences, besides 1."""
 
 LONG = 32768
-"""Least tokens of a sequence that is cut into slices, if nothing else is asked for."""
+"""Least number of tokens of a sequence that is cut into slices, unless slices are requested."""
 
 BUBBLE = 0.2
-"""Least bubble of 1F1B, relative to its work, with which sequences are cut, likewise."""
+"""Least bubble of 1F1B, relative to its work, at which sequences are cut, likewise."""
 
 TOKENS_OF_SLICE = 4096
-"""Least tokens of a slice on each GPU, on average, likewise: products of fewer are slower."""
+"""Least mean number of tokens of a slice on each GPU, likewise: products of fewer tokens are slower."""
 
 OFFLOAD = (*planning.OFFLOAD, LEAST)
 
@@ -62,15 +62,16 @@ class Space:
     cp: tuple[int, ...] | None = None
     pp: tuple[int, ...] | None = None
     zero: tuple[Literal[0, 1, 2, 3], ...] = (1, 3)
-    """Levels for layouts with replicas; others have nothing to shard."""
+    """ZeRO levels for layouts with replicas; other layouts have nothing to shard."""
     dp_shard: tuple[int, ...] | None = None
-    """As of `Parallelism`, for layouts where that is possible. None: all replicas share what is sharded."""
+    """As in `Parallelism`, for layouts where it is possible. None: shards are spread over all replicas."""
     microbatch_sizes: tuple[int, ...] | None = None
     slices: tuple[int, ...] | None = None
-    """Parts of every sequence, for pipelines. None: 1, and for long sequences and few microbatches `SLICES`."""
+    """Numbers of slices per sequence, for pipelines. None: 1, and also `SLICES` for long sequences and few
+    microbatches."""
     schedules: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min")
     stages_per_device: tuple[int, ...] = (2, 4)
-    """For schedules that leave a choice."""
+    """For schedules in which it can be chosen."""
     vocabularies: tuple[str, ...] = ("first-last", "redistribute", "vocab-1", "vocab-2")
     checkpointing: tuple[str, ...] = (LEAST,)
     """`LEAST`, or policies for all layers."""
@@ -79,7 +80,7 @@ class Space:
     host_shares: tuple[float | None, ...] = (0.0,)
     """Shares of the optimizer's moments on the host, 0 to 1; None: as large as memory requires and time allows."""
     only_runnable: bool = False
-    """Leave out what the runtime refuses, and slices of sequences if the model would compute something else in them."""
+    """Leave out what the runtime refuses, and slices of sequences if they would change what the model computes."""
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -108,14 +109,14 @@ RUNNABLE = Space(zero=(0, 3), only_runnable=True)
 
 
 def usual_space(problem: Problem) -> Space:
-    """Return the choices if nothing is asked for: those that run, or with another framework's kernels all."""
+    """Return the default choices: those that evenpipe can run, or all of them with another framework's kernels."""
     return RUNNABLE if problem.is_ours else Space()
 
 
 def layouts(problem: Problem, space: Space) -> list[Recipe]:
-    """Return all layouts in the space: recipes without a choice of schedule. Those that the search will refuse are
-    left out only if axes are given, because to know it takes seconds. Raises InputError if there is none, with the
-    reason."""
+    """Return all layouts in the space: recipes without a chosen schedule. Layouts that the search will refuse are left
+    out only if tp or cp is given, because checking takes seconds. Raises InputError, with the reason, if there is none.
+    """
     candidates = list(_layouts(problem, space))
     if space.tp or space.cp:
         runs = [layout for layout in candidates if not refuses(problem, space, layout)]
@@ -137,9 +138,9 @@ def layouts(problem: Problem, space: Space) -> list[Recipe]:
 
 
 def refuses(problem: Problem, space: Space, layout: Recipe) -> str:
-    """Return why a layout is not in the space, although its sizes are: its memory cannot be estimated, or with
-    `only_runnable`, the runtime cannot cut the model over its tensor ranks, or would compute something else in pieces
-    of sequences. Empty if it is."""
+    """Return why a layout is not in the space although its sizes are: its memory cannot be estimated; or, with
+    `only_runnable`, the runtime cannot shard the model over its tensor ranks, or pieces of sequences would change what
+    the model computes. Empty if the layout is in the space."""
     sizes = layout.parallelism
     if space.only_runnable and (reason := refusal_of_cut(problem, sizes.tp) or refusal_of_pieces(problem, sizes.cp)):
         return reason
@@ -189,8 +190,8 @@ def _members(problem: Problem, space: Space, dp: int) -> list[int]:
 
 
 def _with_overlap(problem: Problem, layout: Recipe) -> Recipe:
-    """Return a layout with what runs beside the exchange of experts, if they are shared: what is best for the first
-    layer that has any."""
+    """Return a layout with the choice of what overlaps the exchange of experts, if they are shared: the best choice for
+    the first layer with experts."""
     sizes = layout.parallelism
     if sizes.ep == 1:
         return layout
@@ -202,7 +203,7 @@ def _with_overlap(problem: Problem, layout: Recipe) -> Recipe:
 
 
 def _with_exchange(problem: Problem, layout: Recipe) -> Recipe:
-    """Return a layout in which context ranks exchange heads for tokens, if they can and that takes less time."""
+    """Return a layout in which context ranks exchange heads for tokens, if that is possible and takes less time."""
     sizes = {"ranks": layout.parallelism.cp, "tensor_ranks": layout.parallelism.tp}
     if sizes["ranks"] == 1 or not all(heads_divide(work.attention, **sizes) for work in problem.kinds):
         return layout
@@ -219,7 +220,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def configurations(problem: Problem, space: Space, layout: Recipe, head_layers: float) -> Iterator[Configuration]:
-    """Return all configurations of a layout. head_layers: the output layer's time, in layers."""
+    """Yield all configurations of a layout. head_layers: the output layer's time, in layers."""
     devices = layout.devices
     schedules = space.schedules if devices > 1 else space.schedules[:1]
     modes = space.vocabularies if devices > 1 else space.vocabularies[:1]
@@ -255,7 +256,7 @@ def configurations(problem: Problem, space: Space, layout: Recipe, head_layers: 
 
 
 def _slices(problem: Problem, space: Space, layout: Recipe) -> tuple[int, ...]:
-    """Return the numbers of slices for a layout; at least 1, which is no cut."""
+    """Return the numbers of slices to try for a layout; 1 means that sequences are not cut."""
     sizes = layout.parallelism
     if layout.devices == 1 or (space.only_runnable and refusal_of_slices(problem)):
         return (1,)
