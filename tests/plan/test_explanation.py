@@ -50,7 +50,7 @@ def test_the_usual_way_is_late_on_the_device_of_the_output_layer_and_vocab_2_on_
     # Four layers on each device: the last one has the output layer beside them.
     layers = work[1] / 4
     assert work[-1] / layers == pytest.approx(4 + found.head_layers, rel=0.02)
-    balanced = next(one for one in found.others if one.configuration.recipe.vocabulary == "vocab-2")
+    balanced = next(one for one in found.alternatives if one.configuration.recipe.vocabulary == "vocab-2")
     assert max(balanced.busy) < 1.01 * min(balanced.busy)
     # No bubble is longer than the ramp: 8 - 1 of 64 + 7 microbatches.
     assert found.usual.seconds / balanced.seconds == pytest.approx(work[-1] / balanced.busy[0], rel=0.1)
@@ -65,7 +65,7 @@ def test_a_deep_pipeline_is_compared_without_schedules_that_have_more_stages_tha
 
 def test_copies_to_the_host_lower_the_fullest_device_and_cost_no_time(llama_on_eight: Explanation) -> None:
     found = llama_on_eight
-    shards = (one for one in found.others if one.configuration.recipe.vocabulary == "vocab-2")
+    shards = (one for one in found.alternatives if one.configuration.recipe.vocabulary == "vocab-2")
     kept, free = (one for one in shards if one.configuration.schedule == "v-half")
     assert free.configuration.offload == "free"
     peaks = [max(use.peak_bytes for use in one.devices) for one in (free, kept)]
@@ -78,7 +78,7 @@ def test_the_gains_of_the_schedule_and_of_shards_are_told_apart(llama_on_eight: 
     found = llama_on_eight
     seconds = {
         (one.configuration.schedule, one.configuration.recipe.vocabulary): one.seconds
-        for one in found.others
+        for one in found.alternatives
         if one.configuration.offload != "free"
     }
     for schedule in ("1f1b", "zb-h1", "v-half"):

@@ -130,10 +130,10 @@ def order_bound(problem: Problem, configuration: Configuration, recomputation: S
 def _longer_backwards(costs: Costs, placement: Placement, recomputation: Sequence[float]) -> Costs:
     """Return costs for one stage per device whose backwards begin with the recomputation."""
     times = costs.stage_times(placement)
-    whole, inputs = times[Kind.B], times[Kind.I]
-    assert whole and inputs
+    backwards, inputs = times[Kind.B], times[Kind.I]
+    assert backwards and inputs
     repeated = [recomputation[device] if recomputation else 0.0 for device in placement.stage_device]
-    return replace(costs, B=tuple(map(add, whole, repeated)), I=tuple(map(add, inputs, repeated)))
+    return replace(costs, B=tuple(map(add, backwards, repeated)), I=tuple(map(add, inputs, repeated)))
 
 
 def _in_flight(problem: Problem, configuration: Configuration) -> InFlight:

@@ -37,21 +37,21 @@ class Configuration:
     """Share of the optimizer's moments on the host; None: open (not in an evaluated plan)."""
 
     @classmethod
-    def of(cls, problem: Problem, recipe: Recipe, **others: Any) -> Configuration:
+    def of(cls, problem: Problem, recipe: Recipe, **fields: Any) -> Configuration:
         """Return the configuration of a recipe whose schedule has an order for its number of devices."""
         assert isinstance(recipe.schedule, str)
         shape = problem.programs.shape(recipe.schedule, recipe.schedule_options, recipe.devices)
         assert shape is not None, f"{recipe.schedule} has no order"
-        return cls(recipe=recipe, shape=shape, **others)
+        return cls(recipe=recipe, shape=shape, **fields)
 
     def decided(self, **chosen: Any) -> Configuration:
         """Return the configuration with these fields of its recipe set, which are then no longer open."""
         still_open = tuple(name for name in self.open if name not in chosen)
         return replace(self, recipe=replace(self.recipe, **chosen), open=still_open)
 
-    def with_offload(self, activations: str, **others: Any) -> Configuration:
+    def with_offload(self, activations: str, **options: Any) -> Configuration:
         """Return the configuration with this choice for activations, and with these options of their copies."""
-        return self.decided(offload=replace(self.recipe.offload, activations=activations, **others))
+        return self.decided(offload=replace(self.recipe.offload, activations=activations, **options))
 
     @property
     def placement(self) -> Placement:

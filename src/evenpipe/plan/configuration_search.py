@@ -147,10 +147,10 @@ class SearchInterrupted(KeyboardInterrupt):
     def found(self) -> Found:
         """Return the results so far, with the best plan checked; another Ctrl-C meanwhile leaves it unchecked."""
         with suppress(KeyboardInterrupt):
-            if not self._search.found.ended:
+            if not self._search.result.ended:
                 self._search.end_early("interrupt")
-        self._search.found.ended = "interrupt"
-        return self._search.result()
+        self._search.result.ended = "interrupt"
+        return self._search.final_result()
 
 
 class _TimeIsUpError(Exception):
@@ -190,7 +190,7 @@ def search_configurations(
             search.end_early("time")
     except KeyboardInterrupt:
         raise SearchInterrupted(search) from None
-    return search.result()
+    return search.final_result()
 
 
 class _Watch:
@@ -246,7 +246,7 @@ class _Search:
         """each_vocabulary: the fastest plan of each vocabulary mode is also wanted."""
         self.problem, self.space, self.wanted, self.each_vocabulary = problem, space, wanted, each_vocabulary
         self.watch, self.cache = watch, cache or EvaluationCache()
-        self.found = Found(problem, space)
+        self.result = Found(problem, space)
         self.numbers = count()
         self.heap: list[tuple[float, int, _Sizes | Configuration]] = []
         self.requested: dict[Configuration, Configuration] = {}  # by evaluated configuration: the one with open fields
@@ -259,15 +259,15 @@ class _Search:
         slices = problem.sequence >= LONG if space.slices is None else space.slices != (1,)
         alike: dict[Any, _Sizes] = {}
         for layout in layouts(problem, space):
-            self.found.layouts += 1
+            self.result.layouts += 1
             bound = layout_bound(problem, layout, most_on_host, slices=slices)
             if bound.shortfall:
-                self.found.rejected.append(Rejected(layout, None, bound))
+                self.result.rejected.append(Rejected(layout, None, bound))
             else:
                 alike.setdefault(_axes(layout), []).append((bound.seconds, layout))
         for sizes in alike.values():
             self._push_layouts(sorted(sizes, key=lambda entry: entry[1].batch.microbatch_size))
-        self.found.least_seconds = min((bound for bound, *_ in self.heap), default=0.0)
+        self.result.least_seconds = min((bound for bound, *_ in self.heap), default=0.0)
 
     def answer_roughly(self, evaluate_all: _EvaluateAll) -> None:
         """If there are many layouts, search the usual pipelines of all layouts, then all pipelines of the best of these
@@ -281,11 +281,11 @@ class _Search:
             offload=self.space.offload[:1],
             host_shares=self.space.host_shares[:1],
         )
-        if self.found.layouts < MANY or usual == self.space:
+        if self.result.layouts < MANY or usual == self.space:
             return
         self._search_subspace(usual, evaluate_all)
-        if self.found.rough:
-            recipe = self.found.rough[0].configuration.recipe
+        if self.result.rough:
+            recipe = self.result.rough[0].configuration.recipe
             axes: dict[str, Any] = {axis: (getattr(recipe.parallelism, axis),) for axis in (*AXES, "zero")}
             sizes = (recipe.batch.microbatch_size,)
             self._search_subspace(replace(self.space, **axes, microbatch_sizes=sizes), evaluate_all)
@@ -293,7 +293,7 @@ class _Search:
     def _search_subspace(self, space: Space, evaluate_all: _EvaluateAll) -> None:
         """Add the fastest plans of a part of the space to the rough plans."""
         search = _Search(self.problem, space, 1, self.watch)
-        search.requested, search.found.plans = self.requested, self.found.rough
+        search.requested, search.result.plans = self.requested, self.result.rough
         search.run(evaluate_all)
 
     def run(self, evaluate_all: _EvaluateAll) -> None:
@@ -309,11 +309,11 @@ class _Search:
                     for family in _families(configuration):
                         self.losses[family].append(loss)
             self.watch.check()
-        self.found.rough.clear()
+        self.result.rough.clear()
 
     def progress_so_far(self) -> Found:
         """Return the results so far, with the numbers of layouts and configurations left."""
-        result, limit = self.found, self._limit(*self.space.vocabularies)
+        result, limit = self.result, self._limit(*self.space.vocabularies)
         left = [node for bound, _, node in self.heap if bound < limit]
         result.layouts_left = sum(len(node) for node in left if isinstance(node, list))
         result.configurations_left = sum(isinstance(node, Configuration) for node in left)
@@ -322,7 +322,7 @@ class _Search:
 
     def end_early(self, why: Literal["time", "interrupt"]) -> None:
         """Add the rough plans to the others, and check which plan is the fastest, in this process."""
-        result = self.found
+        result = self.result
         result.ended = why
         known = {plan.configuration for plan in result.plans}
         for plan in result.rough:
@@ -333,19 +333,19 @@ class _Search:
         self.watch.report(self.progress_so_far())
         self.settle(partial(_evaluate_alone, self.problem), 0)
 
-    def result(self) -> Found:
+    def final_result(self) -> Found:
         """Return the final results."""
-        self.found.seconds = self.watch.seconds
-        self.found.failed.sort(key=lambda plan: plan.configuration.name)
-        return self.found
+        self.result.seconds = self.watch.seconds
+        self.result.failed.sort(key=lambda plan: plan.configuration.name)
+        return self.result
 
     def settle(self, evaluate_all: _EvaluateAll, wanted: int) -> None:
         """Sort the plans, evaluate the best and the `wanted` fastest ones with separate programs, and time whole steps
         of the best plan until a plan timed this way is the fastest; with `each_vocabulary`, of the best plan of every
         mode."""
-        plans, exact, timed = self.found.plans, set[Configuration](), set[Configuration]()
+        plans, exact, timed = self.result.plans, set[Configuration](), set[Configuration]()
         while True:
-            self.found.failed += (plan for plan in plans if not plan.fits)
+            self.result.failed += (plan for plan in plans if not plan.fits)
             plans[:] = sorted((plan for plan in plans if plan.fits), key=_rank)
             leading = self._leading()
             shown = sorted({*range(len(plans))[:wanted], *leading})
@@ -368,7 +368,7 @@ class _Search:
     def _leading(self) -> Collection[int]:
         """Return the position of the fastest plan, or the positions of the fastest plan of every mode."""
         leading: dict[str | None, int] = {}
-        for position, plan in enumerate(self.found.plans):
+        for position, plan in enumerate(self.result.plans):
             leading.setdefault(_mode(plan.configuration) if self.each_vocabulary else None, position)
         return leading.values()
 
@@ -388,7 +388,7 @@ class _Search:
             self.watch.check()
             seconds, _, node = heapq.heappop(self.heap)
             if not batch:
-                self.found.least_seconds = max(self.found.least_seconds, seconds)
+                self.result.least_seconds = max(self.result.least_seconds, seconds)
             if seconds >= self._limit(*self.space.vocabularies):
                 self.heap.clear()
             elif isinstance(node, list):
@@ -434,10 +434,10 @@ class _Search:
         limit, may_fit = self._limit(*self.space.vocabularies), False
         (_, layout), *larger = (entry for entry in sizes if entry[0] < limit)
         if reason := refuses(self.problem, self.space, layout):
-            self.found.refused[reason] += 1 + len(larger)
+            self.result.refused[reason] += 1 + len(larger)
             return
         for configuration in configurations(self.problem, self.space, layout, head_layers(self.problem, layout)):
-            self.found.bounded += 1
+            self.result.bounded += 1
             if self._skip(configuration):
                 continue
             bound = work_bound(self.problem, configuration)
@@ -453,7 +453,7 @@ class _Search:
         return configuration.recipe.batch.microbatch_size >= self.too_large.get(_all_but_size(configuration), math.inf)
 
     def _reject(self, configuration: Configuration, bound: Bound) -> None:
-        self.found.rejected.append(Rejected(configuration.recipe, configuration, bound))
+        self.result.rejected.append(Rejected(configuration.recipe, configuration, bound))
         self._does_not_fit(configuration)
 
     def _does_not_fit(self, configuration: Configuration) -> None:
@@ -461,7 +461,7 @@ class _Search:
         self.too_large[key] = min(size, self.too_large.get(key, size))
 
     def _add(self, evaluation: Evaluation) -> None:
-        result, configuration = self.found, evaluation.configuration
+        result, configuration = self.result, evaluation.configuration
         result.evaluated += 1
         if not evaluation.fits:
             result.failed.append(evaluation)

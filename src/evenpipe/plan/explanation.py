@@ -73,12 +73,12 @@ class Explanation:
     layer_parameters: float
     """Mean number of parameters of a layer."""
     usual: Evaluation
-    others: tuple[Evaluation, ...]
+    alternatives: tuple[Evaluation, ...]
 
     @property
     def all(self) -> tuple[Evaluation, ...]:
         """Return all evaluations, the usual one first."""
-        return (self.usual, *self.others)
+        return (self.usual, *self.alternatives)
 
     @property
     def best(self) -> Evaluation:
@@ -95,7 +95,7 @@ class Explanation:
         without shards) and "schedule" (one with the usual schedule). Each is (the other evaluation, ratio of steps)."""
         best = self.best.configuration
         gains: dict[str, tuple[Evaluation, float]] = {}
-        for evaluation in self.others:
+        for evaluation in self.alternatives:
             configuration = evaluation.configuration
             same_schedule = configuration.schedule == best.schedule
             same_mode = configuration.recipe.vocabulary == best.recipe.vocabulary
@@ -143,7 +143,7 @@ class Explanation:
             "arranging_gain": self.arranging_gain,
             "gains": {name: gain for name, (_, gain) in self.gains.items()},
             "usual": self.usual.to_dict(),
-            "others": [evaluation.to_dict() for evaluation in self.others],
+            "others": [evaluation.to_dict() for evaluation in self.alternatives],
             "next": list(self.commands()),
         }
 
@@ -313,7 +313,7 @@ def explain(
         head_layers=head_layers(problem, layout),
         layer_parameters=sum(work.parameters for work in works) / len(works),
         usual=evaluations[0],
-        others=tuple(evaluation for evaluation in evaluations[1:] if not evaluation.fault),
+        alternatives=tuple(evaluation for evaluation in evaluations[1:] if not evaluation.fault),
     )
 
 

@@ -73,25 +73,25 @@ class HeldByStage:
 
 def _by_stage(row: Iterable[Pass]) -> tuple[list[int], NDArray[np.int64]]:
     """Return the stages of a row, and the moments that no other moment exceeds, as counts by stage."""
-    parts = list(parts_in(row))
-    last = {part.stage: position for position, part in enumerate(parts)}
+    passes = list(parts_in(row))
+    last = {item.stage: position for position, item in enumerate(passes)}
     stages = [stage for stage in last if stage is not None]
     index_of = {stage: index for index, stage in enumerate(stages)}
     waiting, queued, begun, opened, ahead = now = [[0] * len(stages) for _ in Moment._fields]
-    for part in parts:
-        if part.kind is Kind.F and part.stage is not None:
-            ahead[index_of[part.stage]] += 1
+    for item in passes:
+        if item.kind is Kind.F and item.stage is not None:
+            ahead[index_of[item.stage]] += 1
     seen: dict[tuple[int, ...], list[int]] = {}
-    for position, part in enumerate(parts):
-        assert part.stage is not None
-        index, kind = index_of[part.stage], part.kind
+    for position, item in enumerate(passes):
+        assert item.stage is not None
+        index, kind = index_of[item.stage], item.kind
         if kind is Kind.F:
             ahead[index] -= 1
         elif kind in WITH_GRADIENTS:
             begun[index] = 1
         waiting[index] += WAITING.get(kind, 0)
         queued[index] += QUEUED.get(kind, 0)
-        opened[index] = int(position < last[part.stage])
+        opened[index] = int(position < last[item.stage])
         # The first of equal moments has the most layers ahead.
         seen.setdefault((*waiting, *queued, *begun, *opened), [*ahead])
     counts = np.array([(*held, *left) for held, left in seen.items()], dtype=np.int64)

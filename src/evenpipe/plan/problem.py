@@ -170,8 +170,8 @@ def problem_of(
     )
 
 
-def problem_of_run(description: Description, hardware: Hardware, recipe: Recipe, **others: Any) -> Problem:
-    """Return the problem that a run with this recipe solves. others: arguments of `problem_of`. Raises as
+def problem_of_run(description: Description, hardware: Hardware, recipe: Recipe, **arguments: Any) -> Problem:
+    """Return the problem that a run with this recipe solves. arguments: for `problem_of`. Raises as
     `problem_of`."""
     batch, replicas = recipe.batch, recipe.parallelism.dp
     assert batch.sequence_length is not None
@@ -181,5 +181,5 @@ def problem_of_run(description: Description, hardware: Hardware, recipe: Recipe,
         gpus=recipe.parallelism.gpus,
         sequence=batch.sequence_length,
         sequences_per_step=replicas * recipe.microbatches * batch.microbatch_size,
-        **others,
+        **arguments,
     )

@@ -239,10 +239,10 @@ def short_steps(devices: int, microbatches: int, *, planned: bool, slices: int =
     return short, long if microbatches > short + long else microbatches
 
 
-def extended(times: Sequence[float], sizes: Sequence[int], microbatches: int, least: float) -> float:
+def extended(times: Sequence[float], sizes: Sequence[int], microbatches: int, least_growth: float) -> float:
     """Return the time of a step of `microbatches`, extrapolated from the times of `sizes`, the result of `short_steps`.
-    least: the work of the busiest device per microbatch, by which a step grows at least."""
+    least_growth: the least time by which a step grows per microbatch, the work of the busiest device."""
     if len(sizes) == 1:
         return times[0]
-    slope = max(least, (times[1] - times[0]) / (sizes[1] - sizes[0]))
+    slope = max(least_growth, (times[1] - times[0]) / (sizes[1] - sizes[0]))
     return times[1] + slope * (microbatches - sizes[1])

@@ -154,7 +154,7 @@ class Budget:
 class Ranking:
     """The result of `evenpipe plan`."""
 
-    found: Found
+    result: Found
     wanted: int
     unpiped: tuple[WithoutPipeline, ...] = ()
     """The best layouts without a pipeline."""
@@ -164,10 +164,10 @@ class Ranking:
 
     @property
     def plans(self) -> list[Evaluation]:
-        return self.found.plans[: self.wanted]
+        return self.result.plans[: self.wanted]
 
     def to_dict(self) -> dict[str, Any]:
-        problem, result = self.found.problem, self.found
+        problem, result = self.result.problem, self.result
         return {
             "gpus": problem.gpus,
             "hardware": problem.hardware.name,
@@ -194,12 +194,12 @@ class Ranking:
             "budget": None if self.budget is None or not self.plans else self.budget.to_dict(problem, self.plans[0]),
             "measured": None if self.measured is None else self.measured.to_dict(),
             "arranging_gain": arranging_gain(problem, self.plans[0]) if self.plans and not result.ended else None,
-            "vocabulary": [gain.to_dict() for gain in gains(self.found)],
-            "rejected": [rejection.to_dict() for rejection in explained(self.found)],
+            "vocabulary": [gain.to_dict() for gain in gains(self.result)],
+            "rejected": [rejection.to_dict() for rejection in explained(self.result)],
         }
 
     def _figures(self, plan: Evaluation) -> dict[str, Any]:
-        problem = self.found.problem
+        problem = self.result.problem
         return {
             **plan.to_dict(),
             "seconds_range": self._range(plan),
@@ -211,7 +211,7 @@ class Ranking:
 
     def _range(self, plan: Evaluation) -> tuple[float, float] | None:
         """Return the likely range of the step time of a plan, in seconds."""
-        factors = spread(self.found.problem, plan.configuration, measured=self.measured is not None)
+        factors = spread(self.result.problem, plan.configuration, measured=self.measured is not None)
         return None if factors is None else (factors[0] * plan.seconds, factors[1] * plan.seconds)
 
     def text(self, *, explain: bool = False) -> str:
@@ -221,7 +221,7 @@ class Ranking:
         return "\n".join(lines)
 
     def _table(self) -> Iterator[str]:
-        problem, result = self.found.problem, self.found
+        problem, result = self.result.problem, self.result
         yield (
             f"{count(problem.gpus, 'GPU')} ({problem.hardware.name}, {gib_text(problem.memory_bytes)}),"
             f" {count(problem.sequences_per_step, 'sequence')} of {count(problem.sequence, 'token')} per step:"
@@ -273,7 +273,7 @@ class Ranking:
             yield f"plan 1: {arrangement}"
 
     def _row(self, label: str, plan: Evaluation, remark: str = "") -> tuple[str, ...]:
-        problem, tokens = self.found.problem, tokens_per_second(self.found.problem, plan)
+        problem, tokens = self.result.problem, tokens_per_second(self.result.problem, plan)
         remarks = (remark, "estimate only" if refusal(problem, plan.configuration.recipe) else "")
         return (
             label,
@@ -288,14 +288,14 @@ class Ranking:
         )
 
     def _gains(self) -> Iterator[str]:
-        compared = gains(self.found)
+        compared = gains(self.result)
         if len(compared) > 1:
             yield "best plan of each vocabulary mode:"
         for gain in compared if len(compared) > 1 else ():
             yield f"  {gain.mode:<13}{seconds_text(gain.plan.seconds):>9}  {gain.words}"
 
     def _rejections(self) -> Iterator[str]:
-        rejections = explained(self.found)
+        rejections = explained(self.result)
         if rejections:
             yield "would be faster, but do not fit:"
         for rejection in rejections:

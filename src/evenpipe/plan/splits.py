@@ -132,7 +132,7 @@ class _Devices:
     the cost of recomputation are averages over layers."""
 
     shape: Shape
-    before: tuple[float, ...]
+    cumulative_times: tuple[float, ...]
     """Cumulative time: entry n is the time of the first n layers."""
     alike: bool
     """Whether all layers take the same time."""
@@ -178,7 +178,7 @@ class _Devices:
         ]
         return cls(
             shape=configuration.shape,
-            before=(0.0, *accumulate(relative)),
+            cumulative_times=(0.0, *accumulate(relative)),
             alike=len(set(relative)) == 1,
             heads=tuple(head_layers * (device == placement.last_device) for device in range(placement.devices)),
             room=tuple(room),
@@ -192,7 +192,7 @@ class _Devices:
     @property
     def mean(self) -> float:
         """Mean time of a layer."""
-        return self.before[-1] / (len(self.before) - 1)
+        return self.cumulative_times[-1] / (len(self.cumulative_times) - 1)
 
     def as_evaluated(self, evaluation: Evaluation) -> _Devices:
         """Return the devices with no more room than the evaluation of a split revealed."""
@@ -224,7 +224,11 @@ class _Devices:
 
     def load_of_stage(self, stage: int, first: int, last: int) -> tuple[float, float]:
         """Return the same for the device of a stage, if it has only this stage."""
-        return self._load(self.shape.placement.device_of(stage), last - first, self.before[last] - self.before[first])
+        return self._load(
+            self.shape.placement.device_of(stage),
+            last - first,
+            self.cumulative_times[last] - self.cumulative_times[first],
+        )
 
     def _load(self, device: int, layers: int, seconds: float) -> tuple[float, float]:
         shortfall = self.shortfall(device, layers)
