@@ -320,10 +320,10 @@ class _Search:
         result.seconds = self.watch.seconds
         return result
 
-    def end_early(self, why: Literal["time", "interrupt"]) -> None:
+    def end_early(self, reason: Literal["time", "interrupt"]) -> None:
         """Add the rough plans to the others, and check which plan is the fastest, in this process."""
         result = self.result
-        result.ended = why
+        result.ended = reason
         known = {plan.configuration for plan in result.plans}
         for plan in result.rough:
             if plan.configuration not in known:

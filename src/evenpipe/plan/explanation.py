@@ -321,13 +321,13 @@ def _layout(problem: Problem, pp: int | None, tp: int | None, progress: Callable
     """Return the layout in which the usual configuration is fastest; if none fits, the layout with the most model
     parallelism."""
     shallowest = max(2, min(SHALLOWEST, problem.gpus, problem.layers))
-    deep = tuple(size for size in divisors(problem.gpus) if shallowest <= size <= problem.layers)
-    if pp is None and not deep:
+    depths = tuple(size for size in divisors(problem.gpus) if shallowest <= size <= problem.layers)
+    if pp is None and not depths:
         raise InputError(
             f"gpus is {problem.gpus}, but no pipeline of at least {shallowest} devices divides it: give pp"
         )
     space = Space(
-        pp=deep if pp is None else (pp,),
+        pp=depths if pp is None else (pp,),
         tp=None if tp is None else (tp,),
         cp=(1,),
         zero=(3,) if problem.is_ours else (1,),

@@ -77,7 +77,7 @@ def _by_stage(row: Iterable[Pass]) -> tuple[list[int], NDArray[np.int64]]:
     last = {item.stage: position for position, item in enumerate(passes)}
     stages = [stage for stage in last if stage is not None]
     index_of = {stage: index for index, stage in enumerate(stages)}
-    waiting, queued, begun, opened, ahead = now = [[0] * len(stages) for _ in Moment._fields]
+    waiting, queued, begun, opened, ahead = current = [[0] * len(stages) for _ in Moment._fields]
     for item in passes:
         if item.kind is Kind.F and item.stage is not None:
             ahead[index_of[item.stage]] += 1
@@ -96,13 +96,13 @@ def _by_stage(row: Iterable[Pass]) -> tuple[list[int], NDArray[np.int64]]:
         seen.setdefault((*waiting, *queued, *begun, *opened), [*ahead])
     counts = np.array([(*held, *left) for held, left in seen.items()], dtype=np.int64)
     maxima = [_not_exceeded(counts, counts[first : first + TOGETHER]) for first in range(0, len(counts), TOGETHER)]
-    return stages, np.concatenate(maxima).reshape(-1, len(now), len(stages))
+    return stages, np.concatenate(maxima).reshape(-1, len(current), len(stages))
 
 
 def _not_exceeded(counts: NDArray[np.int64], candidates: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the candidates, all rows of `counts`, that no other row exceeds."""
-    reaching = (counts >= candidates[:, None]).all(axis=2).sum(axis=1)  # at least itself
-    maxima: NDArray[np.int64] = candidates[reaching == 1]
+    dominating = (counts >= candidates[:, None]).all(axis=2).sum(axis=1)  # at least itself
+    maxima: NDArray[np.int64] = candidates[dominating == 1]
     return maxima
 
 

@@ -82,7 +82,7 @@ def binding(problem: Problem, plan: Evaluation) -> str:
     return "; ".join(limits) or "compute only"
 
 
-WORTH_SAYING = 0.01
+WORTH_REPORTING = 0.01
 """Smallest gain from the arrangement of an order that is reported."""
 
 
@@ -97,7 +97,7 @@ def arranging_gain(problem: Problem, plan: Evaluation) -> float:
 
 def arrangement_in_words(gain: float) -> str:
     """Return the result of `arranging_gain` in a sentence; empty if it is negligible."""
-    if abs(gain) < WORTH_SAYING:
+    if abs(gain) < WORTH_REPORTING:
         return ""
     length = "longer" if gain > 0 else "shorter"
     return (
@@ -107,7 +107,7 @@ def arrangement_in_words(gain: float) -> str:
 
 def split_in_words(layers_per_stage: Sequence[int]) -> str:
     """Return the numbers of layers of the stages, with runs of equal numbers combined."""
-    runs = [(layers, len(list(alike))) for layers, alike in groupby(layers_per_stage)]
+    runs = [(layers, len(list(run))) for layers, run in groupby(layers_per_stage)]
     return ", ".join(f"{layers}" if stages == 1 else f"{layers} in each of {stages} stages" for layers, stages in runs)
 
 
@@ -133,9 +133,9 @@ class Budget:
 
     def to_dict(self, problem: Problem, plan: Evaluation) -> dict[str, float]:
         """Return the tokens, the GPU-days, and the days on all GPUs with a plan."""
-        a_day = 86400 * tokens_per_second(problem, plan)
-        tokens = self.tokens or (self.gpu_days or 0.0) * a_day / problem.gpus
-        return {"tokens": tokens, "gpu_days": problem.gpus * tokens / a_day, "days": tokens / a_day}
+        tokens_per_day = 86400 * tokens_per_second(problem, plan)
+        tokens = self.tokens or (self.gpu_days or 0.0) * tokens_per_day / problem.gpus
+        return {"tokens": tokens, "gpu_days": problem.gpus * tokens / tokens_per_day, "days": tokens / tokens_per_day}
 
     def text(self, problem: Problem, plan: Evaluation) -> str:
         """Return the same in words."""
@@ -525,8 +525,8 @@ def _left(result: Found) -> str:
 
 def _about_the_end(result: Found) -> str:
     """Return why a search ended early, and what that means."""
-    why = "the time is up" if result.ended == "time" else "interrupted"
-    sentence = f"unfinished, {why} after {_duration(result.seconds)}: {_left(result)}"
+    reason = "the time is up" if result.ended == "time" else "interrupted"
+    sentence = f"unfinished, {reason} after {_duration(result.seconds)}: {_left(result)}"
     if result.left:
         sentence += f", with steps of {seconds_text(result.least_seconds)} or more"
     if len(result.plans) > 1:
