@@ -33,6 +33,7 @@ from evenpipe.model.modules import ModuleStage, Part
 from evenpipe.model.packed_rows import nothing_packed
 from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.router_loss import OPTION, router_modules
+from evenpipe.model.rules import marked
 from evenpipe.model.structure import (
     Beside,
     Structure,
@@ -327,7 +328,7 @@ def _materialise(whole: PreTrainedModel, description: Description, part: Part) -
                 owner._parameters[attribute] = None
                 continue
             device = part.torch_device if part.with_memory else "meta"
-            value = torch.full(placement.local_shape, float("nan"), dtype=dtype, device=device)
+            value = marked(torch.Size(placement.local_shape), dtype, device)
             is_trained = meta.requires_grad and live.get(name, meta).requires_grad
             owner._parameters[attribute] = nn.Parameter(value, requires_grad=is_trained)
         else:

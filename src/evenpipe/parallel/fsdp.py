@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from evenpipe.communication.communicator import Communicator, Handle
 from evenpipe.model.placement import Cut, Held, TensorPlacement
+from evenpipe.model.rules import marked
 from evenpipe.parallel.gradients import AddTo, Bucket
 from evenpipe.parallel.grid import COPIES, EXPERT_COPIES
 
@@ -312,7 +313,7 @@ def _give_memory(module: nn.Module, name: str, parameter: nn.Parameter, torch_de
     assert isinstance(parameter, DTensor)
     local = parameter.to_local()
     empty = DTensor.from_local(
-        torch.full(local.shape, math.nan, dtype=local.dtype, device=torch_device),
+        marked(local.shape, local.dtype, torch_device),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,

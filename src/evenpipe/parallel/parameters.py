@@ -7,7 +7,6 @@ over microbatches is rounded to the narrower dtype. Parameters that transformers
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from evenpipe.communication.communicator import Communicator
 from evenpipe.model.placement import Cut
+from evenpipe.model.rules import marked
 from evenpipe.parallel.fsdp import ShardedModule
 from evenpipe.parallel.gradients import AddTo
 
@@ -112,7 +112,7 @@ class StageParameters:
                 continue
             parameter = original
             if original.is_meta and torch_device is not None:
-                empty = torch.full_like(original, math.nan, device=torch_device)
+                empty = marked(original.shape, original.dtype, torch_device)
                 parameter = nn.Parameter(empty, requires_grad=original.requires_grad)
                 _replace(module, name, parameter)
             self._masters[name] = parameter
