@@ -34,7 +34,7 @@ def pairs(found: list[Block], batch: int, queries: int, keys: int) -> Tensor:
     """Return how many looks each pair stands in, [batch, queries, keys]."""
     counts = torch.zeros(batch, queries, keys, dtype=torch.int64)
     for block in found:
-        for look in block.looks:
+        for look in block.key_ranges:
             part = counts[block.sequences, block.queries, look.keys]
             part += torch.ones(part.shape[1:], dtype=torch.int64).tril() if look.how == "diagonal" else 1
             assert look.how != "diagonal" or part.shape[1] == part.shape[2]
@@ -79,7 +79,7 @@ def test_looks_are_the_mask() -> None:
 
 def test_a_slice_looks_at_all_before_it_and_at_its_own_diagonal() -> None:
     (block,) = causal_blocks(torch.arange(40, 60), torch.arange(60), None, None)
-    assert [(look.keys, look.how) for look in block.looks] == [(slice(0, 40), "all"), (slice(40, 60), "diagonal")]
+    assert [(look.keys, look.how) for look in block.key_ranges] == [(slice(0, 40), "all"), (slice(40, 60), "diagonal")]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

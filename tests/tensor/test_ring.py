@@ -68,8 +68,8 @@ def test_all_rows_are_gathered_once_and_freed_after_their_last_use() -> None:
     gathered = Gathered(rows, SimpleNamespace(size=2, overlap=None, start_gather=start_gather), keeps=False)
     saved = [gathered.save(layer) for layer in (nn.Identity(), nn.Identity())]
     gathered.close()
-    whole = gathered.whole(saved[0])
-    assert whole.shape == (4, 3) and whole is gathered.whole(saved[1]) and len(gathers) == 1
+    whole = gathered.all_rows(saved[0])
+    assert whole.shape == (4, 3) and whole is gathered.all_rows(saved[1]) and len(gathers) == 1
     watched = ref(whole)
     del whole
     assert watched() is None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class Look(NamedTuple):
+class KeyRange(NamedTuple):
     """A range of keys that a block of queries looks at."""
 
     keys: slice
@@ -30,7 +30,7 @@ class Block:
     sequences: slice
     """Rows of the microbatch."""
     queries: slice
-    looks: tuple[Look, ...]
+    key_ranges: tuple[KeyRange, ...]
 
 
 class _Run(NamedTuple):
@@ -38,19 +38,19 @@ class _Run(NamedTuple):
 
     start: int
     stop: int
-    place: int
+    position: int
     """Of the first one, in the row."""
     document: int
 
     @property
     def end(self) -> int:
         """Place behind the last one."""
-        return self.place + self.stop - self.start
+        return self.position + self.stop - self.start
 
-    def between(self, place: int, end: int) -> slice:
+    def between(self, start: int, end: int) -> slice:
         """Return the indices of those whose places are in [place, end)."""
-        first, last = max(place, self.place), min(end, self.end)
-        return slice(self.start + first - self.place, self.start + last - self.place)
+        first, last = max(start, self.position), min(end, self.end)
+        return slice(self.start + first - self.position, self.start + last - self.position)
 
 
 def causal_blocks(queries: Tensor, keys: Tensor, documents: Tensor | None, valid: Tensor | None) -> list[Block]:
@@ -62,53 +62,55 @@ def causal_blocks(queries: Tensor, keys: Tensor, documents: Tensor | None, valid
         documents: [batch, row]: number of each token's document, if they do not see each other.
         valid: [batch, row]: false for keys that nobody sees.
     """
-    given = documents if documents is not None else valid
-    if given is None:
+    per_row = documents if documents is not None else valid
+    if per_row is None:
         return _blocks(slice(None), _runs(queries, None, None), _runs(keys, None, None))
-    found: list[Block] = []
-    for row in range(len(given)):
-        apart = None if documents is None else documents[row]
-        seen = None if valid is None else valid[row]
-        found += _blocks(slice(row, row + 1), _runs(queries, apart, None), _runs(keys, apart, seen))
-    return found
+    blocks: list[Block] = []
+    for row in range(len(per_row)):
+        row_documents = None if documents is None else documents[row]
+        row_valid = None if valid is None else valid[row]
+        blocks += _blocks(
+            slice(row, row + 1), _runs(queries, row_documents, None), _runs(keys, row_documents, row_valid)
+        )
+    return blocks
 
 
-def _runs(places: Tensor, documents: Tensor | None, valid: Tensor | None) -> list[_Run]:
+def _runs(positions: Tensor, documents: Tensor | None, valid: Tensor | None) -> list[_Run]:
     """Return the runs of valid places. documents, valid: of all places of one row."""
-    numbers = torch.zeros_like(places) if documents is None else documents[places]
-    kept = torch.ones_like(places, dtype=torch.bool) if valid is None else valid[places]
-    goes_on = (places.diff() == 1) & (numbers.diff() == 0) & (kept[1:] == kept[:-1])
+    numbers = torch.zeros_like(positions) if documents is None else documents[positions]
+    visible = torch.ones_like(positions, dtype=torch.bool) if valid is None else valid[positions]
+    goes_on = (positions.diff() == 1) & (numbers.diff() == 0) & (visible[1:] == visible[:-1])
     starts = [0, *(goes_on.logical_not().nonzero().flatten() + 1).tolist()]
-    stops = [*starts[1:], len(places)]
-    of_starts = (one[starts].tolist() for one in (places, numbers, kept))
+    stops = [*starts[1:], len(positions)]
+    of_starts = (values[starts].tolist() for values in (positions, numbers, visible))
     return [
-        _Run(start, stop, place, document)
-        for start, stop, place, document, is_kept in zip(starts, stops, *of_starts, strict=True)
-        if is_kept
+        _Run(start, stop, position, document)
+        for start, stop, position, document, is_visible in zip(starts, stops, *of_starts, strict=True)
+        if is_visible
     ]
 
 
 def _blocks(sequences: slice, queries: Sequence[_Run], keys: Sequence[_Run]) -> list[Block]:
     """Return blocks that lie inside of runs of keys, or outside of all."""
-    found = []
+    blocks = []
     for run in queries:
-        bounds = (place for key in keys for place in (key.place, key.end))
-        cuts = {run.place, run.end, *(place for place in bounds if run.place < place < run.end)}
+        bounds = (bound for key in keys for bound in (key.position, key.end))
+        cuts = {run.position, run.end, *(bound for bound in bounds if run.position < bound < run.end)}
         for start, end in pairwise(sorted(cuts)):
-            looks = tuple(_looks(start, end, (key for key in keys if key.document == run.document)))
-            found.append(Block(sequences, run.between(start, end), looks))
-    return found
+            key_ranges = tuple(_key_ranges(start, end, (key for key in keys if key.document == run.document)))
+            blocks.append(Block(sequences, run.between(start, end), key_ranges))
+    return blocks
 
 
-def _looks(start: int, end: int, keys: Iterable[_Run]) -> list[Look]:
+def _key_ranges(start: int, end: int, keys: Iterable[_Run]) -> list[KeyRange]:
     """Return what queries of the places [start, end) look at."""
-    found: list[Look] = []
+    result: list[KeyRange] = []
     for run in keys:
-        if run.place < start:
-            before = run.between(run.place, start)
-            if found and found[-1].how == "all" and found[-1].keys.stop == before.start:
-                before = slice(found.pop().keys.start, before.stop)
-            found.append(Look(before, "all"))
-        if run.place <= start and end <= run.end:
-            found.append(Look(run.between(start, end), "diagonal"))
-    return found
+        if run.position < start:
+            earlier = run.between(run.position, start)
+            if result and result[-1].how == "all" and result[-1].keys.stop == earlier.start:
+                earlier = slice(result.pop().keys.start, earlier.stop)
+            result.append(KeyRange(earlier, "all"))
+        if run.position <= start and end <= run.end:
+            result.append(KeyRange(run.between(start, end), "diagonal"))
+    return result

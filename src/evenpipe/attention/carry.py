@@ -98,14 +98,14 @@ class CarriedSlice:
 
     def keys(self, layer: int, key: Tensor, value: Tensor) -> Keys:
         """Write the slice's keys, and return those of all slices up to it. A repeated forward writes the same."""
-        kept, length = self._carry._keys, self._carry.ends[-1]
+        buffers, length = self._carry._keys, self._carry.ends[-1]
         self._ran.add(layer)
-        made = self._within.keys(layer, key, value)
-        if layer not in kept:
-            key, value = (one.new_empty((*one.shape[:2], length, one.shape[3])) for one in made)
-            kept[layer] = key, value
-        for whole, own in zip(kept[layer], made, strict=True):
-            whole[:, :, self._own] = own
+        new = self._within.keys(layer, key, value)
+        if layer not in buffers:
+            key, value = (tensor.new_empty((*tensor.shape[:2], length, tensor.shape[3])) for tensor in new)
+            buffers[layer] = key, value
+        for buffer, local in zip(buffers[layer], new, strict=True):
+            buffer[:, :, self._own] = local
         return self.again(layer)
 
     def end_forward(self) -> None:
@@ -116,7 +116,7 @@ class CarriedSlice:
             ran, not_ran = (self._index, 0) if layer in self._ran else (0, self._index)
             raise self._carry._uneven(layer, f"it runs on slice {ran}, and not on slice {not_ran}")
 
-    def again(self, layer: int, *own: Tensor) -> Keys:
+    def again(self, layer: int, *local: Tensor) -> Keys:
         """Return the keys of all slices up to this one."""
         key, value = self._carry._keys[layer]
         return key[:, :, : self._end], value[:, :, : self._end]
@@ -129,9 +129,9 @@ class CarriedSlice:
             wide = torch.promote_types(dtype, torch.float32)  # as many terms as there are slices
             sums[layer] = key.to(wide), value.to(wide)
         else:
-            for whole, part in zip(sums[layer], (key, value), strict=True):
-                whole[:, :, : self._end] += part
-        key, value = (whole[:, :, self._own].clone() for whole in sums[layer])
+            for total, addend in zip(sums[layer], (key, value), strict=True):
+                total[:, :, : self._end] += addend
+        key, value = (total[:, :, self._own].clone() for total in sums[layer])
         if not self._index:
             del sums[layer], self._carry._keys[layer]
         return self._within.gradients(layer, key, value, dtype)

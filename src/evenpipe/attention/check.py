@@ -52,15 +52,15 @@ def check_pieces(description: Description, option: str, *, slices: bool, apart: 
         InputError: one sentence: the pieces would compute something else, or do not run.
     """
     refuse = f"{description.architecture} cannot be trained with {option}:"
-    with _whole_rows(description, refuse, f"{option}: {PLAIN} 1", "pieces of sequences") as whole:
-        for row in whole.rows:
-            whole.logits(row, apart=apart)
+    with _whole_rows(description, refuse, f"{option}: {PLAIN} 1", "pieces of sequences") as reference:
+        for row in reference.rows:
+            reference.logits(row, separate=apart)
         _refuse_dropout(description)
-        for row in whole.rows:
-            recorded = whole.keys(row, apart=apart)
+        for row in reference.rows:
+            recorded = reference.keys(row, separate=apart)
             for queries, keys in _pieces(slices):
                 exchange = Others(recorded, queries, len(keys))
-                whole.compare("a piece of a sequence", row, queries, keys, exchange, apart=apart)
+                reference.compare("a piece of a sequence", row, queries, keys, exchange, separate=apart)
 
 
 def needs_our_attention(description: Description, *, on_gpu: bool = False) -> bool:
@@ -71,17 +71,20 @@ def needs_our_attention(description: Description, *, on_gpu: bool = False) -> bo
     Raises:
         InputError: one sentence: evenpipe's attention does not keep them apart either.
     """
-    what = 'documents = "separate", only with "joined" (data.documents of a configuration)'
-    refuse = f"{description.architecture} cannot be trained with {what}:"
+    setting = 'documents = "separate", only with "joined" (data.documents of a configuration)'
+    refuse = f"{description.architecture} cannot be trained with {setting}:"
     plain = f'documents: {PLAIN} "joined"'
-    with _whole_rows(description, refuse, plain, "rows of several documents") as whole:
-        row = next(row for row in whole.rows if row.documents is not None)
-        keeps_apart = relative_error(whole.logits(row, apart=False), whole.logits(row, apart=True)) <= whole.tolerance
+    with _whole_rows(description, refuse, plain, "rows of several documents") as reference:
+        row = next(row for row in reference.rows if row.documents is not None)
+        keeps_apart = (
+            relative_error(reference.logits(row, separate=False), reference.logits(row, separate=True))
+            <= reference.tolerance
+        )
         if keeps_apart and not on_gpu:
             return False
         try:
             _refuse_dropout(description)
-            whole.keys(row, apart=True)
+            reference.keys(row, separate=True)
         except Exception:  # of any type: see `_whole_rows`
             if keeps_apart:
                 return False
@@ -128,7 +131,9 @@ def attention_dropout(description: Description) -> list[tuple[str, float]]:
     """Return what a model's config says of weights that its attention drops, name and share."""
     assert description.config is not None
     values = vars(description.config.get_text_config()).items()
-    return [(name, one) for name, one in values if re.search("att.*drop", name) and isinstance(one, float) and one]
+    return [
+        (name, value) for name, value in values if re.search("att.*drop", name) and isinstance(value, float) and value
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,9 +152,9 @@ def _rows(small: Description) -> Iterator[_Row]:
     """Yield rows of one document, of several, and with padding."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, small.vocabulary_size, (BATCH, ROW), generator=generator)
-    places = torch.arange(ROW).expand(BATCH, -1)
-    yield _Row(tokens, places)
-    restarted = places.clone()
+    positions = torch.arange(ROW).expand(BATCH, -1)
+    yield _Row(tokens, positions)
+    restarted = positions.clone()
     for row, restarts in zip(restarted, RESTARTS, strict=True):
         for restart in restarts:
             row[restart:] = torch.arange(ROW - restart)
@@ -157,7 +162,7 @@ def _rows(small: Description) -> Iterator[_Row]:
     if small.takes("attention_mask"):
         mask = torch.ones_like(tokens)
         mask[1, -PADDED:] = 0
-        yield _Row(tokens, places, mask)
+        yield _Row(tokens, positions, mask)
 
 
 def _pieces(slices: bool) -> list[tuple[Tensor, Tensor]]:
@@ -187,47 +192,49 @@ class _WholeRows:
         """The largest relative error of correct logits."""
         return tolerance(self._dtype, rounds=contains_cast(_logits(self._theirs, self.rows[0])))
 
-    def logits(self, row: _Row, *, apart: bool) -> Tensor:
-        """Return the logits [batch, row, vocabulary] of the family's own attention, with `apart` those of documents
+    def logits(self, row: _Row, *, separate: bool) -> Tensor:
+        """Return the logits [batch, row, vocabulary] of the family's own attention, with `separate` those of documents
         that run one by one."""
-        one_by_one = apart and row.documents is not None
+        one_by_one = separate and row.documents is not None
         if (row, one_by_one) not in self._logits:
             with torch.no_grad():
                 self._logits[row, one_by_one] = (_logits_alone if one_by_one else _logits)(self._theirs, row)
         return self._logits[row, one_by_one]
 
-    def keys(self, row: _Row, *, apart: bool) -> Recorded:
+    def keys(self, row: _Row, *, separate: bool) -> Recorded:
         """Return the keys and values of every layer. Raises InputError if evenpipe's attention computes something
         else."""
-        if (row, apart) not in self._keys:
+        if (row, separate) not in self._keys:
             every, recorded = torch.arange(ROW), Recorded()
-            what = "a document beside others" if apart and row.documents is not None else "its attention"
-            self.compare(what, row, every, every, recorded, apart=apart)
-            self._keys[row, apart] = recorded
-        return self._keys[row, apart]
+            subject = "a document beside others" if separate and row.documents is not None else "its attention"
+            self.compare(subject, row, every, every, recorded, separate=separate)
+            self._keys[row, separate] = recorded
+        return self._keys[row, separate]
 
-    def compare(self, what: str, row: _Row, queries: Tensor, keys: Tensor, exchange: Exchange, *, apart: bool) -> None:
+    def compare(
+        self, subject: str, row: _Row, queries: Tensor, keys: Tensor, exchange: Exchange, *, separate: bool
+    ) -> None:
         """Raise InputError if evenpipe's attention of some tokens computes something else."""
         valid = None if row.mask is None else row.mask.bool()
-        sight = Sight(queries, keys, exchange, ROW, row.positions, row.documents, valid, apart=apart)
-        piece = _Row(row.tokens[:, queries], row.positions[:, queries])
+        sight = Sight(queries, keys, exchange, ROW, row.positions, row.documents, valid, apart=separate)
+        local_row = _Row(row.tokens[:, queries], row.positions[:, queries])
         with torch.no_grad(), seeing(sight):
-            found = _logits(self._ours, piece)
-        expected = self.logits(row, apart=apart)[:, queries]
+            result = _logits(self._ours, local_row)
+        expected = self.logits(row, separate=separate)[:, queries]
         if valid is not None:
-            found, expected = found[valid[:, queries]], expected[valid[:, queries]]
-        error = relative_error(found, expected)
+            result, expected = result[valid[:, queries]], expected[valid[:, queries]]
+        error = relative_error(result, expected)
         if not error <= self.tolerance:
             raise InputError(
-                f"{what} computes something else in a small copy (relative error {error:.1e}); tokens depend on others"
-                " by more than attention, or positions are not those that it is given."
+                f"{subject} computes something else in a small copy (relative error {error:.1e}); tokens depend on"
+                " others by more than attention, or positions are not those that it is given."
             )
 
 
 def _logits(model: Any, row: _Row) -> Tensor:
-    given = {} if row.mask is None else {"attention_mask": row.mask}
+    mask_kwargs = {} if row.mask is None else {"attention_mask": row.mask}
     logits: Tensor = model(
-        input_ids=row.tokens, position_ids=row.positions, use_cache=False, return_dict=True, **given
+        input_ids=row.tokens, position_ids=row.positions, use_cache=False, return_dict=True, **mask_kwargs
     ).logits
     return logits
 
@@ -239,7 +246,9 @@ def _logits_alone(model: Any, row: _Row) -> Tensor:
     for tokens, positions, documents in zip(row.tokens, row.positions, row.documents, strict=True):
         lengths = documents.unique_consecutive(return_counts=True)[1].tolist()
         parts = zip(tokens.split(lengths), positions.split(lengths), strict=True)
-        logits.append(torch.cat([_logits(model, _Row(ids[None], places[None])) for ids, places in parts], 1))
+        logits.append(
+            torch.cat([_logits(model, _Row(ids[None], position_ids[None])) for ids, position_ids in parts], 1)
+        )
     return torch.cat(logits)
 
 
@@ -263,7 +272,7 @@ class Others(Alone):
         self._recorded, self._queries, self._length = recorded, queries, length
 
     def keys(self, layer: int, key: Tensor, value: Tensor) -> Keys:
-        whole = [one[:, :, : self._length].clone() for one in self._recorded.by_layer[layer]]
-        for one, own in zip(whole, (key, value), strict=True):
-            one[:, :, self._queries] = own
-        return whole[0], whole[1]
+        result = [tensor[:, :, : self._length].clone() for tensor in self._recorded.by_layer[layer]]
+        for tensor, local in zip(result, (key, value), strict=True):
+            tensor[:, :, self._queries] = local
+        return result[0], result[1]

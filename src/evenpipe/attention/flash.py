@@ -87,29 +87,33 @@ def rounds_of(
     of_queries, of_keys = queries.argsort(), keys.argsort()  # so that blocks are as long as possible
     collected: list[_Collected] = []
     for block in causal_blocks(queries[of_queries], keys[of_keys], documents, valid):
-        if not block.looks:
+        if not block.key_ranges:
             continue
-        first, last = block.looks[0], block.looks[-1]
+        first, last = block.key_ranges[0], block.key_ranges[-1]
         for row in range(*block.sequences.indices(batch)):
             causal = last.how == "diagonal"
-            fitting = (one for one in collected if one.causal == causal and one.reached.get(row, 0) <= first.keys.start)
-            here = next(fitting, None)
-            if here is None:
-                collected.append(here := _Collected(causal))
-            here.reached[row] = last.keys.stop
-            here.queries.append((row, block.queries))
-            here.keys.append([(row, look.keys) for look in block.looks])
-    found = [_round(one, of_queries, of_keys, batch, torch_device) for one in collected]
+            fitting = (
+                candidate
+                for candidate in collected
+                if candidate.causal == causal and candidate.reached.get(row, 0) <= first.keys.start
+            )
+            target = next(fitting, None)
+            if target is None:
+                collected.append(target := _Collected(causal))
+            target.reached[row] = last.keys.stop
+            target.queries.append((row, block.queries))
+            target.keys.append([(row, key_range.keys) for key_range in block.key_ranges])
+    rounds = [_round(blocks, of_queries, of_keys, batch, torch_device) for blocks in collected]
     # The first one needs no sum of gradients: best if it has most keys.
-    return sorted(found, key=lambda one: one.total_keys, reverse=True)
+    return sorted(rounds, key=lambda call: call.total_keys, reverse=True)
 
 
 def _round(collected: _Collected, of_queries: Tensor, of_keys: Tensor, batch: int, torch_device: torch.device) -> Round:
-    query_lengths = [places.stop - places.start for _, places in collected.queries]
-    key_lengths = [sum(places.stop - places.start for _, places in ranges) for ranges in collected.keys]
+    query_lengths = [span.stop - span.start for _, span in collected.queries]
+    key_lengths = [sum(span.stop - span.start for _, span in ranges) for ranges in collected.keys]
     return Round(
         queries=_index(collected.queries, of_queries, batch, torch_device),
-        keys=_index([one for ranges in collected.keys for one in ranges], of_keys, batch, torch_device),
+        keys=_index([key_span for ranges in collected.keys for key_span in ranges], of_keys, batch, torch_device),
         query_ends=to_device(_ends(query_lengths), torch_device),
         key_ends=to_device(_ends(key_lengths), torch_device),
         most_queries=max(2, *query_lengths),
@@ -120,8 +124,8 @@ def _round(collected: _Collected, of_queries: Tensor, of_keys: Tensor, batch: in
 
 
 def _index(ranges: Sequence[tuple[int, slice]], order: Tensor, batch: int, torch_device: torch.device) -> Index | None:
-    rows = torch.cat([torch.full((places.stop - places.start,), row) for row, places in ranges])
-    tokens = torch.cat([order[places] for _, places in ranges])
+    rows = torch.cat([torch.full((span.stop - span.start,), row) for row, span in ranges])
+    tokens = torch.cat([order[span] for _, span in ranges])
     if torch.equal(rows * len(order) + tokens, torch.arange(batch * len(order))):
         return None
     return Index(to_device(rows, torch_device), to_device(tokens, torch_device))
@@ -159,21 +163,21 @@ class Rounds(NamedTuple):
         """
         batch, heads, tokens, _ = query.shape
         size, values = values.shape[-1], padded(values, query)
-        alone = len(self.rounds) == 1 and self.rounds[0].queries is None
-        result = None if alone else query.new_zeros((batch, tokens, heads, size)).transpose(1, 2)
+        is_single = len(self.rounds) == 1 and self.rounds[0].queries is None
+        result = None if is_single else query.new_zeros((batch, tokens, heads, size)).transpose(1, 2)
         sums = []
-        for one in self.rounds:
-            found, of_round = torch.ops.aten._flash_attention_forward(
-                *(_taken(query, one.queries), _taken(keys, one.keys), _taken(values, one.keys)),
-                *(one.query_ends, one.key_ends, one.most_queries, one.most_keys),
-                *(0.0, one.causal and self.window is None, False),
+        for call in self.rounds:
+            output, of_round = torch.ops.aten._flash_attention_forward(
+                *(_taken(query, call.queries), _taken(keys, call.keys), _taken(values, call.keys)),
+                *(call.query_ends, call.key_ends, call.most_queries, call.most_keys),
+                *(0.0, call.causal and self.window is None, False),
                 scale=scale,
                 **self._options,
             )[:2]
             sums.append(of_round)
             if result is None:
-                return _whole(found, batch)[..., :size], sums
-            _write(result, one.queries, found[..., :size], batch)
+                return _whole(output, batch)[..., :size], sums
+            _write(result, call.queries, output[..., :size], batch)
         assert result is not None
         return result, sums
 
@@ -196,30 +200,30 @@ class Rounds(NamedTuple):
             result, sums: what it returned.
         """
         batch, size = len(query), values.shape[-1]
-        gradient, values, result = (padded(one, query) for one in (gradient, values, result))
+        gradient, values, result = (padded(tensor, query) for tensor in (gradient, values, result))
         dtype = query.dtype if len(self.rounds) <= FEW else torch.promote_types(query.dtype, torch.float32)
         seed = query.new_zeros(2, dtype=torch.uint64)  # of the dropout that there is not
         totals: Sequence[Tensor] = ()
-        for one, of_round in zip(self.rounds, sums, strict=True):
-            found = torch.ops.aten._flash_attention_backward(
-                *(_taken(gradient, one.queries), _taken(query, one.queries)),
-                *(_taken(keys, one.keys), _taken(values, one.keys)),
-                *(_taken(result, one.queries), of_round),
-                *(one.query_ends, one.key_ends, one.most_queries, one.most_keys),
-                *(0.0, one.causal and self.window is None, seed, query.new_empty(0)),
+        for call, of_round in zip(self.rounds, sums, strict=True):
+            gradients = torch.ops.aten._flash_attention_backward(
+                *(_taken(gradient, call.queries), _taken(query, call.queries)),
+                *(_taken(keys, call.keys), _taken(values, call.keys)),
+                *(_taken(result, call.queries), of_round),
+                *(call.query_ends, call.key_ends, call.most_queries, call.most_keys),
+                *(0.0, call.causal and self.window is None, seed, query.new_empty(0)),
                 scale=scale,
                 **self._options,
             )
-            if len(self.rounds) == 1 and one.queries is None and one.keys is None:
-                of_query, of_keys, of_values = (_whole(tensor, batch) for tensor in found)
+            if len(self.rounds) == 1 and call.queries is None and call.keys is None:
+                of_query, of_keys, of_values = (_whole(tensor, batch) for tensor in gradients)
                 return of_query, of_keys, of_values[..., :size]
             is_first = not totals
             if is_first:  # only now: the copies of keys and values are gone
                 totals = torch.zeros_like(query), *(torch.zeros_like(each, dtype=dtype) for each in (keys, values))
-            _write(totals[0], one.queries, found[0], batch)
-            for total, tensor in zip(totals[1:], found[1:], strict=True):
-                (_write if is_first else _add)(total, one.keys, tensor, batch)
-            del found, tensor
+            _write(totals[0], call.queries, gradients[0], batch)
+            for total, tensor in zip(totals[1:], gradients[1:], strict=True):
+                (_write if is_first else _add)(total, call.keys, tensor, batch)
+            del gradients, tensor
         of_query, of_keys, of_values = totals or (torch.zeros_like(each) for each in (query, keys, values))
         return of_query, of_keys, of_values[..., :size]
 

@@ -28,7 +28,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from evenpipe.attention import flash
-from evenpipe.attention.blocks import Block, Look
+from evenpipe.attention.blocks import Block, KeyRange
 from evenpipe.attention.heads import heads_of, to_heads, to_tokens
 from evenpipe.attention.rotary import depends_on_length, of_whole_rows
 from evenpipe.attention.sight import Exchange, Mask, Predicate, current
@@ -77,7 +77,7 @@ def mask(
     *,
     mask_function: Predicate,
     use_vmap: bool = False,
-    **others: Any,
+    **unused: Any,
 ) -> Mask:
     """Return what attention layers get in place of a mask; arguments as transformers gives them.
 
@@ -88,9 +88,9 @@ def mask(
     assert sight is not None, "the model's forward runs outside of `seeing`"
     if use_vmap:
         raise InputError("its masks are made by functions that look at one place at a time (use_vmap).")
-    apart = (sight.apart or sight.looks_for_documents) and sight.documents is not None
+    separate = (sight.apart or sight.looks_for_documents) and sight.documents is not None
     sight.looks_for_documents = False
-    return sight.mask(mask_function, batch_size, apart=apart)
+    return sight.mask(mask_function, batch_size, apart=separate)
 
 
 @torch.compiler.disable
@@ -126,8 +126,8 @@ def attention(
         result = kernel.apply(query, key, value, call).transpose(1, 2).contiguous()
     else:
         inner.choose_mask(on_gpu=device == "cuda", dtype=query.dtype)
-        own = [parameter for parameter in module._parameters.values() if parameter is not None]
-        result = _Again.apply(query, key, value, call, *own)
+        parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+        result = _Again.apply(query, key, value, call, *parameters)
     return (result if heads is None else to_tokens(result, heads)), None
 
 
@@ -156,21 +156,21 @@ class _Flash(torch.autograd.Function):
         keys, values = call.exchange.keys(call.layer, key.detach(), value.detach())
         assert call.mask.rounds is not None
         result, sums = call.mask.rounds.attend(query, keys, values, scale=call.inner.scale)
-        own = (key, value) if call.exchange.keeps_keys else ()
-        ctx.save_for_backward(query, *own, result, *sums)
-        ctx.call, ctx.own = call, len(own)
+        saved_keys = (key, value) if call.exchange.keeps_keys else ()
+        ctx.save_for_backward(query, *saved_keys, result, *sums)
+        ctx.call, ctx.saved_count = call, len(saved_keys)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         call, saved = ctx.call, ctx.saved_tensors
-        query, own, (result, *sums) = saved[0], saved[1 : 1 + ctx.own], saved[1 + ctx.own :]
-        keys, values = call.exchange.again(call.layer, *own)
-        of_query, *others = call.mask.rounds.gradients(
+        query, saved_keys, (result, *sums) = saved[0], saved[1 : 1 + ctx.saved_count], saved[1 + ctx.saved_count :]
+        keys, values = call.exchange.again(call.layer, *saved_keys)
+        of_query, *of_keys_and_values = call.mask.rounds.gradients(
             gradient, query, keys, values, result=result, sums=sums, scale=call.inner.scale
         )
         del keys, values  # before gradients travel
-        return of_query, *call.exchange.gradients(call.layer, *others, query.dtype), None
+        return of_query, *call.exchange.gradients(call.layer, *of_keys_and_values, query.dtype), None
 
 
 class _Kernel(torch.autograd.Function):
@@ -188,57 +188,62 @@ class _Kernel(torch.autograd.Function):
         batch, heads, tokens, _ = query.shape
         result = query.new_empty((batch, tokens, heads, size)).transpose(1, 2)  # as the layer wants it
         sums = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
-        for part in _parts(query, keys, call.mask):
-            found: _Attended | None = None
-            for look in part.block.looks:
-                of_look: _Attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                    *(part.rows(query), part.keys(keys, look), part.keys(values, look)),
-                    *(0.0, look.how == "diagonal"),
-                    attn_mask=part.bias(look),
+        for head_block in _head_blocks(query, keys, call.mask):
+            attended: _Attended | None = None
+            for key_range in head_block.block.key_ranges:
+                of_range: _Attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    *(head_block.rows(query), head_block.keys(keys, key_range), head_block.keys(values, key_range)),
+                    *(0.0, key_range.how == "diagonal"),
+                    attn_mask=head_block.bias(key_range),
                     scale=call.inner.scale,
                 )
-                found = of_look if found is None else _together(found, of_look)
-                del of_look
-            if found is None:
-                part.rows(result).zero_()
-                part.rows(sums).zero_()
+                attended = of_range if attended is None else _merged(attended, of_range)
+                del of_range
+            if attended is None:
+                head_block.rows(result).zero_()
+                head_block.rows(sums).zero_()
             else:
-                part.rows(result).copy_(found[0][..., :size])
-                part.rows(sums).copy_(found[1])
-            del found  # before the next block
-        own = (key, value) if call.exchange.keeps_keys else ()
-        ctx.save_for_backward(query, *own, result, sums)
+                head_block.rows(result).copy_(attended[0][..., :size])
+                head_block.rows(sums).copy_(attended[1])
+            del attended  # before the next block
+        saved_keys = (key, value) if call.exchange.keeps_keys else ()
+        ctx.save_for_backward(query, *saved_keys, result, sums)
         ctx.call = call
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, *own, result, sums = ctx.saved_tensors
+        query, *saved_keys, result, sums = ctx.saved_tensors
         call = ctx.call
-        keys, values = call.exchange.again(call.layer, *own)
+        keys, values = call.exchange.again(call.layer, *saved_keys)
         of_query = torch.empty_like(query)
         wide = torch.promote_types(query.dtype, torch.float32)  # sums of many blocks, and of later pieces
-        of_keys, of_values = (torch.zeros_like(one, dtype=wide) for one in (keys, values))
+        of_keys, of_values = (torch.zeros_like(tensor, dtype=wide) for tensor in (keys, values))
         values = flash.padded(values, query)
-        for part in _parts(query, keys, call.mask):
-            given = [flash.padded(part.rows(one), query) for one in (gradient, result)]
+        for head_block in _head_blocks(query, keys, call.mask):
+            padded = [flash.padded(head_block.rows(tensor), query) for tensor in (gradient, result)]
             total: Tensor | None = None
-            for look in part.block.looks:
-                found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    *(given[0], part.rows(query), part.keys(keys, look), part.keys(values, look)),
-                    *(given[1], part.rows(sums), 0.0, look.how == "diagonal"),
-                    attn_mask=part.bias(look),
+            for key_range in head_block.block.key_ranges:
+                gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    *(
+                        padded[0],
+                        head_block.rows(query),
+                        head_block.keys(keys, key_range),
+                        head_block.keys(values, key_range),
+                    ),
+                    *(padded[1], head_block.rows(sums), 0.0, key_range.how == "diagonal"),
+                    attn_mask=head_block.bias(key_range),
                     scale=call.inner.scale,
                 )
-                total = found[0] if total is None else total.to(wide) + found[0]
-                part.keys(of_keys, look).add_(found[1])
-                part.keys(of_values, look).add_(found[2][..., : of_values.shape[-1]])
-                del found
+                total = gradients[0] if total is None else total.to(wide) + gradients[0]
+                head_block.keys(of_keys, key_range).add_(gradients[1])
+                head_block.keys(of_values, key_range).add_(gradients[2][..., : of_values.shape[-1]])
+                del gradients
             if total is None:
-                part.rows(of_query).zero_()
+                head_block.rows(of_query).zero_()
             else:
-                part.rows(of_query).copy_(total)
-            del given, total
+                head_block.rows(of_query).copy_(total)
+            del padded, total
         return of_query, *call.exchange.gradients(call.layer, of_keys, of_values, query.dtype), None
 
 
@@ -246,14 +251,14 @@ _Attended = tuple[Tensor, Tensor]
 """Values that queries attended to, and the logarithms of the sums of exponentials [sequences, heads, queries]."""
 
 
-def _together(one: _Attended, other: _Attended) -> _Attended:
+def _merged(first: _Attended, second: _Attended) -> _Attended:
     """Return what queries attend to in two ranges of keys: the sums tell the share of each."""
-    share = torch.sigmoid(other[1] - one[1])[..., None]
-    values = torch.lerp(one[0].to(share.dtype), other[0].to(share.dtype), share)
-    return values, torch.logaddexp(one[1], other[1])
+    share = torch.sigmoid(second[1] - first[1])[..., None]
+    values = torch.lerp(first[0].to(share.dtype), second[0].to(share.dtype), share)
+    return values, torch.logaddexp(first[1], second[1])
 
 
-class _Part(NamedTuple):
+class _HeadBlock(NamedTuple):
     """A block of queries, of one of the heads that share keys: the kernel knows as many heads of keys as of queries."""
 
     block: Block
@@ -267,23 +272,23 @@ class _Part(NamedTuple):
         heads = tensor[self.block.sequences].unflatten(1, (-1, self.shared))[:, :, self.head]
         return heads[:, :, self.block.queries]
 
-    def keys(self, tensor: Tensor, look: Look) -> Tensor:
+    def keys(self, tensor: Tensor, key_range: KeyRange) -> Tensor:
         """Return [sequences, heads of keys, keys, size] of [batch, heads of keys, keys, size]; a view."""
-        return tensor[self.block.sequences, :, look.keys]
+        return tensor[self.block.sequences, :, key_range.keys]
 
-    def bias(self, look: Look) -> Tensor | None:
+    def bias(self, key_range: KeyRange) -> Tensor | None:
         """Return what is added to products of queries and keys, [batch or 1, 1, queries, keys]."""
-        if look.how != "some":
+        if key_range.how != "some":
             return None
-        seen = self.mask.tensor(self.block.queries, look.keys)
+        seen = self.mask.tensor(self.block.queries, key_range.keys)
         return torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, float("-inf"))
 
 
-def _parts(query: Tensor, keys: Tensor, mask: Mask) -> Iterator[_Part]:
+def _head_blocks(query: Tensor, keys: Tensor, mask: Mask) -> Iterator[_HeadBlock]:
     shared = query.shape[1] // keys.shape[1]
     for block in mask.blocks:
         for head in range(shared):
-            yield _Part(block, head, shared, mask, query.dtype)
+            yield _HeadBlock(block, head, shared, mask, query.dtype)
 
 
 _KERNELS: dict[str, Any] = {"cpu": _Kernel, "cuda": _Flash}
@@ -301,8 +306,8 @@ class _Inner:
         self.scale: float | None = options.get("scaling")
         """Of products of queries and keys; None: one over the root of their size."""
         self._name: str = getattr(module.config, _INNER)
-        given = {name for name, option in options.items() if option is not None and option is not False}
-        self.is_fused = _FUSED.fullmatch(self._name) is not None and given - {"dropout"} <= _OF_THE_KERNEL
+        used = {name for name, option in options.items() if option is not None and option is not False}
+        self.is_fused = _FUSED.fullmatch(self._name) is not None and used - {"dropout"} <= _OF_THE_KERNEL
         """Whether any fused kernel computes the same."""
         self._by_blocks = False
 
@@ -341,28 +346,33 @@ class _Again(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call, *parameters: Tensor) -> Tensor:
         keys, values = call.exchange.keys(call.layer, key.detach(), value.detach())
         result = call.inner(query, keys, values, call.mask)
-        own = (key, value) if call.exchange.keeps_keys else ()
-        ctx.save_for_backward(query, *own)
+        saved_keys = (key, value) if call.exchange.keeps_keys else ()
+        ctx.save_for_backward(query, *saved_keys)
         ctx.call, ctx.parameters = call, parameters
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, *own = ctx.saved_tensors
+        query, *saved_keys = ctx.saved_tensors
         call = ctx.call
-        keys, values = call.exchange.again(call.layer, *own)  # no transfer under autograd
+        keys, values = call.exchange.again(call.layer, *saved_keys)  # no transfer under autograd
         with torch.enable_grad():
-            inputs = [one.detach().requires_grad_() for one in (query, keys, values)]
+            inputs = [tensor.detach().requires_grad_() for tensor in (query, keys, values)]
             result = call.inner(*inputs, call.mask)
             trained = [parameter for parameter in ctx.parameters if parameter.requires_grad]
-            found = torch.autograd.grad(result, [*inputs, *trained], gradient, allow_unused=True)
+            gradients = torch.autograd.grad(result, [*inputs, *trained], gradient, allow_unused=True)
         of_keys, of_values = (
-            torch.zeros_like(one) if part is None else part
-            for one, part in zip((keys, values), found[1:3], strict=True)
+            torch.zeros_like(tensor) if grad is None else grad
+            for tensor, grad in zip((keys, values), gradients[1:3], strict=True)
         )
-        of_trained = iter(found[3:])
+        of_trained = iter(gradients[3:])
         of_parameters = (next(of_trained) if parameter.requires_grad else None for parameter in ctx.parameters)
-        return (found[0], *call.exchange.gradients(call.layer, of_keys, of_values, query.dtype), None, *of_parameters)
+        return (
+            gradients[0],
+            *call.exchange.gradients(call.layer, of_keys, of_values, query.dtype),
+            None,
+            *of_parameters,
+        )
 
 
 AttentionInterface.register(NAME, attention)

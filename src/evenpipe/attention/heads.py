@@ -23,9 +23,9 @@ class Exchanged(torch.autograd.Function):
     """`HeadExchange.exchange`; the backward goes the other way."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, heads: HeadExchange, cut: int, join: int) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, heads: HeadExchange, cut: int, join: int) -> Tensor:
         ctx.heads, ctx.back = heads, {"cut": join, "join": cut}
-        return heads.exchange(own, cut=cut, join=join)
+        return heads.exchange(tensor, cut=cut, join=join)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
@@ -38,16 +38,16 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, heads: HeadExchange) -> 
     Raises:
         InputError: the heads cannot be shared out.
     """
-    count, own = query.shape[1], key.shape[1]
-    if count % heads.size or (own % heads.size and heads.size % own):
+    count, key_heads = query.shape[1], key.shape[1]
+    if count % heads.size or (key_heads % heads.size and heads.size % key_heads):
         raise InputError(
-            f"context_exchange: {heads.size} context ranks cannot share {count} heads with {own} of keys and values,"
-            ' expected "keys"'
+            f"context_exchange: {heads.size} context ranks cannot share {count} heads with {key_heads} of keys and"
+            ' values, expected "keys"'
         )
-    if own % heads.size:
-        key, value = (one.repeat_interleave(heads.size // own, 1) for one in (key, value))
-    found = [Exchanged.apply(one, heads, 1, 2) for one in (query, key, value)]
-    return found[0], found[1], found[2]
+    if key_heads % heads.size:
+        key, value = (tensor.repeat_interleave(heads.size // key_heads, 1) for tensor in (key, value))
+    exchanged = [Exchanged.apply(tensor, heads, 1, 2) for tensor in (query, key, value)]
+    return exchanged[0], exchanged[1], exchanged[2]
 
 
 def to_tokens(result: Tensor, heads: HeadExchange) -> Tensor:
@@ -61,7 +61,7 @@ def heads_of(
 ) -> tuple[_LocalHeads, dict[str, Any]]:
     """Return what a family's attention function reads of the layer, and its options, for a rank's heads."""
     local = _LocalHeads(module, query.shape[1], heads)
-    return local, {name: local.part(one) for name, one in options.items()}
+    return local, {name: local.part(option) for name, option in options.items()}
 
 
 class _LocalHeads:

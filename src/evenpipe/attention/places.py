@@ -14,13 +14,13 @@ def places_of_ranks(start: int, end: int, ranks: int, positions: Tensor | None) 
 
     positions: of packed rows [rows, length], which restart with each document; None: each row is one document.
     """
-    places = torch.arange(start, end)
+    indices = torch.arange(start, end)
     if ranks == 1:
-        return [places]
+        return [indices]
     chunks = OF_ONE_DOCUMENT * ranks
-    if positions is not None and len(places) % (OF_SEVERAL * ranks) == 0:
+    if positions is not None and len(indices) % (OF_SEVERAL * ranks) == 0:
         chunks = OF_SEVERAL * ranks
-    work = places.double() if positions is None else positions[:, start:end].sum(0).double().cpu()
+    work = indices.double() if positions is None else positions[:, start:end].sum(0).double().cpu()
     work = (work + 1).view(chunks, -1).sum(1)
     owned: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
@@ -29,4 +29,4 @@ def places_of_ranks(start: int, end: int, ranks: int, positions: Tensor | None) 
         rank = min(free, key=lambda rank: (loads[rank], rank))
         owned[rank].append(chunk)
         loads[rank] += float(work[chunk])
-    return [places.view(chunks, -1)[sorted(own)].flatten() for own in owned]
+    return [indices.view(chunks, -1)[sorted(chunk_indices)].flatten() for chunk_indices in owned]

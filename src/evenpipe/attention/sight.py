@@ -29,7 +29,7 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-from evenpipe.attention.blocks import Block, Look, causal_blocks
+from evenpipe.attention.blocks import Block, KeyRange, causal_blocks
 from evenpipe.attention.flash import Rounds, rounds_of
 from evenpipe.errors import InputError
 from evenpipe.model.packed_rows import packed_as
@@ -48,7 +48,7 @@ class Exchange(Protocol):
         """Return all keys and values that a layer's queries may look at, from its own."""
         ...
 
-    def again(self, layer: int, *own: Tensor) -> Keys:
+    def again(self, layer: int, *local: Tensor) -> Keys:
         """Return the same in the backward. own: keys and values, with `keeps_keys`."""
         ...
 
@@ -63,7 +63,7 @@ class HeadExchange(Protocol):
     size: int
     rank: int
 
-    def exchange(self, own: Tensor, *, cut: int, join: int) -> Tensor:
+    def exchange(self, tensor: Tensor, *, cut: int, join: int) -> Tensor:
         """Return [..., dimension `cut` / ranks, ..., dimension `join` x ranks, ...]: the rank's part of what is cut,
         from all ranks, one after the other."""
         ...
@@ -77,8 +77,8 @@ class Alone:
     def keys(self, layer: int, key: Tensor, value: Tensor) -> Keys:
         return key, value
 
-    def again(self, layer: int, *own: Tensor) -> Keys:
-        key, value = own
+    def again(self, layer: int, *local: Tensor) -> Keys:
+        key, value = local
         return key, value
 
     def gradients(self, layer: int, key: Tensor, value: Tensor, dtype: torch.dtype) -> Keys:
@@ -155,12 +155,12 @@ def current() -> Sight | None:
 @contextmanager
 def seeing(sight: Sight) -> Iterator[None]:
     """Run a stage's forward for a piece of its rows."""
-    before = _current.set(sight)
+    token = _current.set(sight)
     try:
         with packed_as(sight._look):
             yield
     finally:
-        _current.reset(before)
+        _current.reset(token)
 
 
 ROWS = 1024
@@ -197,14 +197,14 @@ class Mask:
 
     def _seen(self, queries: slice, keys: slice) -> Tensor:
         sight = self.sight
-        asking, asked = (
-            torch.arange(*part.indices(len(places)), device=places.device)
-            for places, part in ((sight.queries, queries), (sight.keys, keys))
+        query_indices, key_indices = (
+            torch.arange(*span.indices(len(tokens)), device=tokens.device)
+            for tokens, span in ((sight.queries, queries), (sight.keys, keys))
         )
-        batch = torch.arange(self._batch, device=asking.device)[:, None, None, None]
-        head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=asking.device)
-        seen = self._sees(batch, head, asking[None, None, :, None], asked[None, None, None, :])
-        return seen.expand(-1, -1, len(asking), len(asked))
+        batch = torch.arange(self._batch, device=query_indices.device)[:, None, None, None]
+        head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=query_indices.device)
+        seen = self._sees(batch, head, query_indices[None, None, :, None], key_indices[None, None, None, :])
+        return seen.expand(-1, -1, len(query_indices), len(key_indices))
 
     @property
     def is_causal(self) -> bool:
@@ -216,8 +216,8 @@ class Mask:
         """The keys that a query sees at most, itself included, of a causal mask with a sliding window; else None."""
         if getattr(self._predicate, "__code__", None) is not _OF_A_WINDOW.__code__:
             return None
-        overlay, *others = inspect.getclosurevars(self._predicate).nonlocals["mask_functions"]
-        if others != [causal_mask_function] or getattr(overlay, "__code__", None) is not _OVERLAY.__code__:
+        overlay, *remaining = inspect.getclosurevars(self._predicate).nonlocals["mask_functions"]
+        if remaining != [causal_mask_function] or getattr(overlay, "__code__", None) is not _OVERLAY.__code__:
             return None
         return int(inspect.getclosurevars(overlay).nonlocals["sliding_window"])
 
@@ -232,16 +232,16 @@ class Mask:
         sight = self.sight
         if not self.is_causal and (self.window is None or sight.valid is not None):
             return None
-        found = rounds_of(*self._places, batch=self._batch, torch_device=sight.queries.device)
-        return Rounds(found, self.window)
+        rounds = rounds_of(*self._places, batch=self._batch, torch_device=sight.queries.device)
+        return Rounds(rounds, self.window)
 
     @property
     def _places(self) -> OnHost:
         """What blocks of a causal mask are made of."""
         sight = self.sight
-        places = sight.on_host or OnHost(sight.queries, sight.keys, sight.documents, sight.valid)
+        fields = sight.on_host or OnHost(sight.queries, sight.keys, sight.documents, sight.valid)
         # Positions count on within documents, as places do.
-        return places if self._apart else places._replace(documents=None)
+        return fields if self._apart else fields._replace(documents=None)
 
     @cached_property
     def block_mask(self) -> BlockMask:
@@ -268,17 +268,17 @@ class Mask:
     def _sees(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Return whether a query sees a key, both given by their numbers in the call."""
         sight = self.sight
-        asking, asked = sight.queries[query], sight.keys[key]
+        query_position, key_position = sight.queries[query], sight.keys[key]
         if self._apart:
             assert sight.documents is not None
-            ids = (asking, asked)
+            ids = (query_position, key_position)
             if sight.positions is not None:
-                ids = sight.positions[batch, asking], sight.positions[batch, asked]
+                ids = sight.positions[batch, query_position], sight.positions[batch, key_position]
             seen = self._predicate(batch, head, *ids)
-            seen = seen & (sight.documents[batch, asking] == sight.documents[batch, asked])
+            seen = seen & (sight.documents[batch, query_position] == sight.documents[batch, key_position])
         else:
-            seen = self._predicate(batch, head, asking, asked)
-        return seen if sight.valid is None else seen & sight.valid[batch, asked]
+            seen = self._predicate(batch, head, query_position, key_position)
+        return seen if sight.valid is None else seen & sight.valid[batch, key_position]
 
     def _cut(self) -> Iterator[Block]:
         """Find out by asking, query by key."""
@@ -287,7 +287,7 @@ class Mask:
             seen = self.tensor(queries)
             anyone = seen.flatten(0, 2).any(0).nonzero()
             keys = slice(int(anyone[0]), int(anyone[-1]) + 1) if len(anyone) else slice(0, 1)
-            yield Block(slice(None), queries, (Look(keys, "all" if bool(seen[..., keys].all()) else "some"),))
+            yield Block(slice(None), queries, (KeyRange(keys, "all" if bool(seen[..., keys].all()) else "some"),))
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

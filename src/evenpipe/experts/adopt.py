@@ -85,7 +85,7 @@ class Adopted:
 
 def names_of_experts(description: Description) -> dict[str, int]:
     """Return the number of experts of every layer that has some, by their name in the model."""
-    return {name: part.num_experts for name, part in description.skeleton.named_modules() if is_experts(part)}
+    return {name: module.num_experts for name, module in description.skeleton.named_modules() if is_experts(module)}
 
 
 def placements(
@@ -95,16 +95,16 @@ def placements(
 
     held: how tensor ranks hold parameters that are not whole.
     """
-    found: dict[str, TensorPlacement | None] = {}
+    result: dict[str, TensorPlacement | None] = {}
     cut = Cut(("ep",), spread.exchange.rank, spread.exchange.size)
     prefix = f"{description.structure.layers_name}.{index}"
-    for name, part in description.layer(index).named_modules(prefix=prefix):
-        if not is_experts(part):
+    for name, module in description.layer(index).named_modules(prefix=prefix):
+        if not is_experts(module):
             continue
-        for key, parameter in part.named_parameters(prefix=name, recurse=False):
+        for key, parameter in module.named_parameters(prefix=name, recurse=False):
             of_rank = held.get(key, TensorPlacement(tuple(parameter.shape)))
-            found[key] = None if of_rank is None else replace(of_rank, cuts=(cut, *of_rank.cuts))
-    return found
+            result[key] = None if of_rank is None else replace(of_rank, cuts=(cut, *of_rank.cuts))
+    return result
 
 
 def split_backwards(module: nn.Module) -> Callable[[], None]:

@@ -28,17 +28,17 @@ def move_biases(held: Mapping[str, Held[nn.Parameter]], load: Tensor, layers: Se
         load: how many tokens have chosen each expert, [layers with experts, experts].
         layers: names of the experts of these layers: `model.layers.3.mlp.experts`.
     """
-    for name, one in held.items():
+    for name, bias in held.items():
         if not is_router_bias(name):
             continue
         row = max(range(len(layers)), key=lambda row: _alike(name, layers[row]))
-        counts = load[row, : one.placement.shape[-1]].double()
+        counts = load[row, : bias.placement.shape[-1]].double()
         update = (counts.mean() - counts).sign()
         update = rate * (update - update.mean())
-        one.tensor.add_(one.placement.of(update.view(one.placement.shape)).to(one.tensor))
+        bias.tensor.add_(bias.placement.of(update.view(bias.placement.shape)).to(bias.tensor))
 
 
-def _alike(name: str, other: str) -> int:
+def _alike(first: str, second: str) -> int:
     """Return how many modules contain both."""
-    pairs = zip(name.split("."), other.split("."), strict=False)
+    pairs = zip(first.split("."), second.split("."), strict=False)
     return next((count for count, (left, right) in enumerate(pairs) if left != right), 0)

@@ -84,8 +84,8 @@ class Call:
 
     def matrices(self, name: str) -> Tensor:
         """Return [experts, in, out]."""
-        found: Tensor = getattr(self.experts, name).detach()
-        return found if self.experts.is_transposed else found.mT
+        matrices: Tensor = getattr(self.experts, name).detach()
+        return matrices if self.experts.is_transposed else matrices.mT
 
     @property
     def products(self) -> Products:
@@ -125,7 +125,7 @@ def run(call: Call, hidden: Tensor, weights: Tensor) -> Tensor:
     Returns: [tokens, hidden_size].
     """
     anchor = None  # without it, nothing would have a graph behind inputs without a gradient
-    if any(one.requires_grad for one in call.experts.parameters(recurse=False)):
+    if any(parameter.requires_grad for parameter in call.experts.parameters(recurse=False)):
         anchor = hidden.new_empty(0, requires_grad=True)  # no parameter: its hooks would run, without a gradient
     with call.within_memory():
         result: Tensor = _Experts.apply(hidden, weights, call, anchor)
@@ -156,7 +156,7 @@ class _Experts(torch.autograd.Function):
             call.listener.backward_begins()
         ctx.call = None  # or all layouts of a stage would stay until the last of its layers is done
         layout = call.layout
-        rows, first, weight = (one.detach() for one in ctx.saved_tensors)
+        rows, first, weight = (tensor.detach() for tensor in ctx.saved_tensors)
         of_rows, arriving = _dispatch(call, gradient.contiguous(), "gradients")
         with torch.enable_grad():  # while they arrive
             leaf = first.requires_grad_()
@@ -192,7 +192,7 @@ def _entry(call: Call, rows: Tensor, of_rows: Tensor, of_first: Tensor, *, gated
 
     @call.within_memory()
     def gradients() -> tuple[Tensor, ...]:
-        found: dict[str, Tensor] = {}
+        by_name: dict[str, Tensor] = {}
         output = of_rows[layout.row]
         multiply = partial(call.products.grouped_weight_gradient, transposed=experts.is_transposed)
         for name, left, right in (
@@ -200,7 +200,7 @@ def _entry(call: Call, rows: Tensor, of_rows: Tensor, of_first: Tensor, *, gated
             ("down_proj", _weighted(gated, weight) if "down_proj" in names else None, output),
         ):
             if left is not None:
-                found[name] = multiply(right, left, layout.groups)
+                by_name[name] = multiply(right, left, layout.groups)
         biases = {f"{call.first}_bias": of_first, "down_proj_bias": output}
         chosen = [name for name in biases if name in names]
         if chosen:
@@ -208,8 +208,8 @@ def _entry(call: Call, rows: Tensor, of_rows: Tensor, of_first: Tensor, *, gated
             meets = (layout.expert == every[:, None]).to(gated.dtype)
             for name in chosen:
                 by_pair = meets if name != "down_proj_bias" else meets * weight.to(meets.dtype)
-                found[name] = by_pair @ biases[name]
-        return tuple(found[name] for name in names)
+                by_name[name] = by_pair @ biases[name]
+        return tuple(by_name[name] for name in names)
 
     return Entry(tuple(getattr(experts, name) for name in names), gradients)
 
@@ -226,39 +226,44 @@ def _to_experts(call: Call, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Te
     """Return X [rows, hidden_size], the results of the first matrices [pairs, out], and weights [pairs]."""
     layout = call.layout
     rows, arriving = _dispatch(call, hidden, "rows")
-    asked = weights.detach() if layout.token_of_row is None else weights.detach()[layout.token_of_row]
-    asked = asked if layout.present is None else torch.where(layout.present, asked, 0)
-    there, pending = asked, NOTHING
+    sent_weights = weights.detach() if layout.token_of_row is None else weights.detach()[layout.token_of_row]
+    sent_weights = sent_weights if layout.present is None else torch.where(layout.present, sent_weights, 0)
+    row_weights, pending = sent_weights, NOTHING
     if call.exchange is not None:
-        there = asked.new_empty(layout.rows, asked.shape[1])
-        there[: layout.own] = asked[: layout.own]
-        pending = call.exchange.start(there[layout.own :], asked[layout.own :], layout.received, layout.sent, "weights")
+        row_weights = sent_weights.new_empty(layout.rows, sent_weights.shape[1])
+        row_weights[: layout.local_rows] = sent_weights[: layout.local_rows]
+        pending = call.exchange.start(
+            row_weights[layout.local_rows :], sent_weights[layout.local_rows :], layout.received, layout.sent, "weights"
+        )
     first = _arrived_product(call, call.products.grouped_output, rows, call.matrices(call.first), arriving)
     bias = call.bias(call.first)
     if bias is not None:
         first += bias[layout.expert]
     pending.wait()
-    return rows, first, there[layout.row, layout.slot]
+    return rows, first, row_weights[layout.row, layout.slot]
 
 
-def _dispatch(call: Call, tokens: Tensor, what: str) -> tuple[Tensor, list[Work]]:
+def _dispatch(call: Call, tokens: Tensor, label: str) -> tuple[Tensor, list[Work]]:
     """Return rows [rows, ...] on the side of the experts, and what to wait for: one for each part that arrives."""
     layout = call.layout
     if call.exchange is None:
         return tokens.detach(), []
     assert layout.token_of_row is not None
-    tokens, own = tokens.detach(), layout.own
-    leaving = tokens[layout.token_of_row[own:]]
-    there = tokens.new_empty(layout.rows, *tokens.shape[1:])
+    tokens, local_rows = tokens.detach(), layout.local_rows
+    leaving = tokens[layout.token_of_row[local_rows:]]
+    expert_rows = tokens.new_empty(layout.rows, *tokens.shape[1:])
     if call.overlap.arrivals > 2:
-        pending = [_start_one(call, there[own:], leaving, distance, what) for distance in range(1, call.exchange.size)]
+        pending = [
+            _start_exchange(call, expert_rows[local_rows:], leaving, distance, label)
+            for distance in range(1, call.exchange.size)
+        ]
     else:
-        pending = [call.exchange.start(there[own:], leaving, layout.received, layout.sent, what)]
-    torch.index_select(tokens, 0, layout.token_of_row[:own], out=there[:own])  # while others leave
-    return there, pending
+        pending = [call.exchange.start(expert_rows[local_rows:], leaving, layout.received, layout.sent, label)]
+    torch.index_select(tokens, 0, layout.token_of_row[:local_rows], out=expert_rows[:local_rows])  # while others leave
+    return expert_rows, pending
 
 
-def _start_one(call: Call, output: Tensor, leaving: Tensor, distance: int, what: str) -> Work:
+def _start_exchange(call: Call, output: Tensor, leaving: Tensor, distance: int, label: str) -> Work:
     """Send rows to the member that many ranks on only, and receive those of the one as many ranks before."""
     layout, exchange = call.layout, call.exchange
     assert exchange is not None
@@ -270,7 +275,7 @@ def _start_one(call: Call, output: Tensor, leaving: Tensor, distance: int, what:
         leaving[sum(layout.sent[:taker]) :][: sent[taker]],
         received,
         sent,
-        what,
+        label,
     )
 
 
@@ -283,17 +288,20 @@ def _arrived_product(
         for pending in arriving:
             pending.wait()
         return multiply(rows[layout.row], matrices, layout.groups)
-    parts = layout.own_first
+    arrivals = layout.own_first
     if call.overlap.arrivals > 2:
-        own, *others = layout.by_sender
-        parts = [own, *(others[(exchange.rank - distance) % exchange.size] for distance in range(1, exchange.size))]
+        local, *remote = layout.by_sender
+        arrivals = [
+            local,
+            *(remote[(exchange.rank - distance) % exchange.size] for distance in range(1, exchange.size)),
+        ]
     result = rows.new_empty(layout.pairs, matrices.shape[2])
-    for part, pending in zip(parts, (NOTHING, *arriving), strict=True):
+    for arrival, pending in zip(arrivals, (NOTHING, *arriving), strict=True):
         pending.wait()
         if rows.is_cpu and call.products is PLAIN:
-            fill_grouped(result, part.places, rows[layout.row[part.places]], matrices, part.groups)
+            fill_grouped(result, arrival.indices, rows[layout.row[arrival.indices]], matrices, arrival.groups)
         else:
-            result[part.places] = multiply(rows[layout.row[part.places]], matrices, part.groups)
+            result[arrival.indices] = multiply(rows[layout.row[arrival.indices]], matrices, arrival.groups)
     return result
 
 
@@ -320,14 +328,16 @@ def _start_weights(call: Call, of_weight: Tensor, shape: torch.Size, dtype: torc
     of_rows[layout.row, layout.slot] = of_weight
     if call.exchange is None:
         assert layout.present is not None
-        own = torch.where(layout.present, of_rows, 0).to(dtype)
-        return lambda: own
-    there = of_rows.new_empty(sum(layout.sent), shape[1])
-    pending = call.exchange.start(there, of_rows[layout.own :], layout.sent, layout.received, "gradients of weights")
+        result = torch.where(layout.present, of_rows, 0).to(dtype)
+        return lambda: result
+    returned = of_rows.new_empty(sum(layout.sent), shape[1])
+    pending = call.exchange.start(
+        returned, of_rows[layout.local_rows :], layout.sent, layout.received, "gradients of weights"
+    )
 
     def wait() -> Tensor:
         pending.wait()
-        return layout.by_token.sum(torch.cat([of_rows[: layout.own], there])).to(dtype)
+        return layout.by_token.sum(torch.cat([of_rows[: layout.local_rows], returned])).to(dtype)
 
     return wait
 
@@ -336,9 +346,9 @@ class _Leaving(NamedTuple):
     """A block of columns on its way back."""
 
     columns: slice
-    here: Tensor
+    sums: Tensor
     """[rows, columns]: sums of own rows are first."""
-    back: Tensor
+    returned: Tensor
     """[own + sent rows, columns]: those that return, by `token_of_row`."""
     pending: Work
 
@@ -354,29 +364,31 @@ def _start_leaving(
 
     add: of what a block of products is before it is summed.
     """
-    layout, found = call.layout, []
+    layout, leaving = call.layout, []
     for columns in blocks(matrices.shape[2], call.overlap.columns if call.exchange else 1):
         products = multiply(pairs, matrices[:, :, columns], layout.groups)
-        here = layout.by_row.sum(products if add is None else add(products, columns))
-        back, pending = here, NOTHING
+        sums = layout.by_row.sum(products if add is None else add(products, columns))
+        returned, pending = sums, NOTHING
         if call.exchange is not None:
-            own = layout.own
-            back = here.new_empty(own + sum(layout.sent), here.shape[1])
-            pending = call.exchange.start(back[own:], here[own:], layout.sent, layout.received, "sums")
-            back[:own] = here[:own]
-        found.append(_Leaving(columns, here, back, pending))
-    return found
+            local_rows = layout.local_rows
+            returned = sums.new_empty(local_rows + sum(layout.sent), sums.shape[1])
+            pending = call.exchange.start(
+                returned[local_rows:], sums[local_rows:], layout.sent, layout.received, "sums"
+            )
+            returned[:local_rows] = sums[:local_rows]
+        leaving.append(_Leaving(columns, sums, returned, pending))
+    return leaving
 
 
 def _arrived(call: Call, leaving: list[_Leaving]) -> Tensor:
     """Return [tokens, out]: the sums of all rows of each token."""
     if call.exchange is None:
         (only,) = leaving
-        return only.here
-    result = leaving[0].here.new_empty(call.layout.tokens, leaving[-1].columns.stop)
-    for columns, _, back, pending in leaving:
+        return only.sums
+    result = leaving[0].sums.new_empty(call.layout.tokens, leaving[-1].columns.stop)
+    for columns, _, returned, pending in leaving:
         pending.wait()
-        result[:, columns] = call.layout.by_token.sum(back)
+        result[:, columns] = call.layout.by_token.sum(returned)
     return result
 
 

@@ -34,12 +34,12 @@ class Exchange(Protocol):
     size: int
     rank: int
 
-    def counts(self, own: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    def counts(self, table: Tensor) -> tuple[list[list[int]], list[list[int]]]:
         """Exchange [members, numbers]: each member gets its row. Return the own table and what others sent; waits for
         the device."""
         ...
 
-    def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> Work:
+    def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], label: str) -> Work:
         """Send rows [sum of sent, ...], sorted by member, and receive the `output` [sum of received, ...], likewise.
         Both must stay as they are until the wait."""
         ...
@@ -53,7 +53,7 @@ class Layout:
     pairs: int
     """Their number. Alone, choices of no expert are pairs too, with the last expert and a weight of 0: so no device has
     to be read."""
-    own: int
+    local_rows: int
     """Rows that stay."""
     sent: list[int]
     """Rows that go to each member; 0 to itself."""
@@ -79,7 +79,7 @@ class Layout:
     @property
     def rows(self) -> int:
         """Number of rows."""
-        return self.own + sum(self.received)
+        return self.local_rows + sum(self.received)
 
     @cached_property
     def by_row(self) -> Sums:
@@ -95,30 +95,30 @@ class Layout:
     @cached_property
     def own_first(self) -> list[Arrival]:
         """The pairs of own rows, and those of the rows of other members."""
-        own, *others = self._pairs_by_sender
-        return self._arrivals(self.row >= self.own, [own, sum(others)])
+        local, *remote = self._pairs_by_sender
+        return self._arrivals(self.row >= self.local_rows, [local, sum(remote)])
 
     @cached_property
     def by_sender(self) -> list[Arrival]:
         """The pairs of own rows, and those of each member's rows: none for the member itself."""
-        stops = torch.tensor([self.own, *self.received], device=self.row.device).cumsum(0)
+        stops = torch.tensor([self.local_rows, *self.received], device=self.row.device).cumsum(0)
         return self._arrivals(torch.bucketize(self.row, stops, right=True), self._pairs_by_sender)
 
     @property
     def _pairs_by_sender(self) -> list[int]:
-        others = [pairs if rows else 0 for pairs, rows in zip(self.pairs_by_source, self.received, strict=True)]
-        return [self.pairs - sum(others), *others]
+        remote = [pairs if rows else 0 for pairs, rows in zip(self.pairs_by_source, self.received, strict=True)]
+        return [self.pairs - sum(remote), *remote]
 
-    def _arrivals(self, part: Tensor, counts: list[int]) -> list[Arrival]:
-        """part: [pairs], to which part each pair belongs."""
+    def _arrivals(self, arrival_of_pair: Tensor, counts: list[int]) -> list[Arrival]:
+        """arrival_of_pair: [pairs], the number of the arrival that each pair belongs to."""
         # Stable: in each part by expert, as before. A sort of all instead of reading how many there are of each.
-        order = torch.argsort(part, stable=True)
+        order = torch.argsort(arrival_of_pair, stable=True)
         every = torch.arange(len(self.groups.ends), device=order.device)
-        found = []
-        for places in order.split(counts):
-            ends = torch.searchsorted(self.expert[places], every, right=True, out_int32=True)
-            found.append(Arrival(places, Groups(ends)))
-        return found
+        arrivals = []
+        for indices in order.split(counts):
+            ends = torch.searchsorted(self.expert[indices], every, right=True, out_int32=True)
+            arrivals.append(Arrival(indices, Groups(ends)))
+        return arrivals
 
 
 class Sums:
@@ -140,7 +140,7 @@ class Sums:
 class Arrival:
     """Pairs whose rows arrive at one time."""
 
-    places: Tensor
+    indices: Tensor
     """Among all pairs: those of an expert follow each other, because rows of one member do."""
     groups: Groups
 
@@ -157,7 +157,7 @@ def alone(index: Tensor, experts: int) -> Layout:
     return Layout(
         tokens=tokens,
         pairs=tokens * choices,
-        own=tokens,
+        local_rows=tokens,
         sent=[0],
         received=[0],
         token_of_row=None,
@@ -183,28 +183,28 @@ def spread(index: Tensor, experts: int, exchange: Exchange) -> Layout:
     goes = torch.stack([(owner == member).any(1) for member in order_of_members])
     meets = torch.stack([(owner == member).sum() for member in range(members)])
     rows = goes.sum(1)[torch.argsort(torch.tensor(order_of_members, device=index.device))]
-    told, known = exchange.counts(torch.stack([rows, meets], 1))
-    sent, received = [one[0] for one in told], [one[0] for one in known]
-    pairs_by_source = [one[1] for one in known]
-    own, sent[rank], received[rank] = sent[rank], 0, 0
+    sent_counts, received_counts = exchange.counts(torch.stack([rows, meets], 1))
+    sent, received = [entry[0] for entry in sent_counts], [entry[0] for entry in received_counts]
+    pairs_by_source = [entry[1] for entry in received_counts]
+    local_rows, sent[rank], received[rank] = sent[rank], 0, 0
     # Flags first, in order: like nonzero, but the number of rows is known already.
-    kept = torch.argsort(goes.reshape(-1).logical_not(), stable=True)[: own + sum(sent)]
-    token_of_row = kept % tokens
-    member_of_row = torch.tensor(order_of_members, device=index.device)[kept // tokens]
+    selected = torch.argsort(goes.reshape(-1).logical_not(), stable=True)[: local_rows + sum(sent)]
+    token_of_row = selected % tokens
+    member_of_row = torch.tensor(order_of_members, device=index.device)[selected // tokens]
     present = owner[token_of_row] == member_of_row[:, None]
     ids = torch.where(present, index[token_of_row] - (member_of_row * local)[:, None], local).to(torch.int32)
-    there = ids.new_empty(own + sum(received), choices)
-    there[:own] = ids[:own]
-    exchange.start(there[own:], ids[own:], received, sent, "choices").wait()
+    row_ids = ids.new_empty(local_rows + sum(received), choices)
+    row_ids[:local_rows] = ids[:local_rows]
+    exchange.start(row_ids[local_rows:], ids[local_rows:], received, sent, "choices").wait()
     pairs = sum(pairs_by_source)
-    expert, order = torch.sort(there.reshape(-1), stable=True)
+    expert, order = torch.sort(row_ids.reshape(-1), stable=True)
     expert, order = expert[:pairs], order[:pairs]
     held = max(0, min(local, experts - rank * local))
     every = torch.arange(held, device=index.device, dtype=expert.dtype)
     return Layout(
         tokens=tokens,
         pairs=pairs,
-        own=own,
+        local_rows=local_rows,
         sent=sent,
         received=received,
         token_of_row=token_of_row,

@@ -43,10 +43,10 @@ class Load:
             if self._seen:  # remains of a failed step
                 with _disable_current_modes():  # the counts are no tensor of this pass
                     self._forget()
-        place = self._running.place
-        if not self._is_on or place is None or (place, layer) in self._seen:
+        stage_and_unit = self._running.place
+        if not self._is_on or stage_and_unit is None or (stage_and_unit, layer) in self._seen:
             return
-        self._seen.add((place, layer))
+        self._seen.add((stage_and_unit, layer))
         with _disable_current_modes():  # selective checkpointing would look for the operations of its second run
             chosen = index.detach().reshape(-1)
             self._counts[self._row[layer]].scatter_add_(0, chosen, self._one.expand(len(chosen)))
@@ -54,9 +54,9 @@ class Load:
     def take(self) -> Tensor:
         """Return the counts [layers, experts] of this process since the last call. Choices of no expert do not
         count."""
-        found = self._counts[:, :-1].clone(memory_format=torch.contiguous_format)  # of one layer it would be a view
+        counts = self._counts[:, :-1].clone(memory_format=torch.contiguous_format)  # of one layer it would be a view
         self._forget()
-        return found
+        return counts
 
     def _forget(self) -> None:
         self._counts.zero_()

@@ -139,13 +139,13 @@ class Product:
     """Reading the matrices."""
     copies: float
     """Of rows by pair before it, or of sums by row after it: of each row once, it then is in a cache."""
-    places: float
+    placing: float
     """Results of a part of the pairs are copied to where they belong."""
     launch: float
 
     def of(self, share: float) -> float:
         """Return the seconds for that share of the pairs."""
-        copies = self.copies + (self.places if share < 1 else 0.0)
+        copies = self.copies + (self.placing if share < 1 else 0.0)
         return max(share * self.operations, share * self.pairs + self.weights) + share * copies + self.launch
 
 
@@ -202,7 +202,7 @@ def work_of(layer: Layer, rates: Rates) -> Work:
             pairs=moved(pairs * (into + out)),
             weights=moved(held * into * out),
             copies=moved(copied),
-            places=moved(2 * pairs * out),
+            placing=moved(2 * pairs * out),
             launch=2 * rates.launch,
         )
 
@@ -228,28 +228,28 @@ def work_of(layer: Layer, rates: Rates) -> Work:
 
 def times(work: Work, overlap: Overlap) -> Times:
     """Return how long the passes take."""
-    arrived = work.rows + _arrived(work, work.arrives, overlap.arrivals, before=0.0) + work.gate
-    again = work.rows + _arrived(work, work.gradient_arrives, overlap.arrivals, before=work.gate)
-    again += work.gradient_of_gate
+    arrived = work.rows + _arrived(work, work.arrives, overlap.arrivals, delay=0.0) + work.gate
+    gradient_arrived = work.rows + _arrived(work, work.gradient_arrives, overlap.arrivals, delay=work.gate)
+    gradient_arrived += work.gradient_of_gate
     end = (overlap.columns - 1) * work.block + work.rows / overlap.columns
     leaves, gradient = work.leaves.of(1), work.gradient_leaves.of(1)
-    last = _last(work, again, gradient, overlap.columns)
+    last = _last(work, gradient_arrived, gradient, overlap.columns)
     return Times(
         F=work.route + _last(work, arrived, leaves, overlap.columns) + end,
-        B=max(again + gradient + work.weights, last) + end,
+        B=max(gradient_arrived + gradient + work.weights, last) + end,
         I=last + end,
         W=work.weights,
         R=arrived,
     )
 
 
-def _arrived(work: Work, product: Product, parts: int, *, before: float) -> float:
+def _arrived(work: Work, product: Product, parts: int, *, delay: float) -> float:
     """Return when all that arrives is multiplied. before: seconds of what is done first."""
-    own = 1 / work.members
-    shares = {1: [], 2: [1 - own]}.get(parts, [own] * (work.members - 1))
+    local_share = 1 / work.members
+    shares = {1: [], 2: [1 - local_share]}.get(parts, [local_share] * (work.members - 1))
     if not shares:
-        return max(work.one_way, before) + product.of(1)
-    now = before + product.of(own)
+        return max(work.one_way, delay) + product.of(1)
+    now = delay + product.of(local_share)
     for number, share in enumerate(shares, 1):
         now = max(now, work.one_way * number / len(shares)) + product.of(share)
     return now
@@ -284,13 +284,13 @@ def choose(options: ExpertOptions, layer: Layer, rates: Rates | None = None) -> 
 def _columns(options: ExpertOptions, layer: Layer, work: Work | None) -> tuple[int, str]:
     if options.columns != "auto":
         return options.columns, "given"
-    wanted, why = COLUMNS_WITHOUT_COSTS, "costs are unknown"
+    columns, why = COLUMNS_WITHOUT_COSTS, "costs are unknown"
     if work is not None:
         product, transfer = work.leaves.of(1), work.one_way
-        wanted = min(max(round(sqrt(min(product, transfer) / work.block)), 1), MOST_COLUMNS)
+        columns = min(max(round(sqrt(min(product, transfer) / work.block)), 1), MOST_COLUMNS)
         why = f"product {_ms(product)}, transfer {_ms(transfer)}, {_ms(work.block)} for each block"
-    most = max(layer.hidden_size // LEAST_WIDTH, 1)
-    return len(list(blocks(layer.hidden_size, min(wanted, most)))), why
+    limit = max(layer.hidden_size // LEAST_WIDTH, 1)
+    return len(list(blocks(layer.hidden_size, min(columns, limit)))), why
 
 
 def _arrivals(options: ExpertOptions, work: Work | None) -> tuple[int, str]:
@@ -299,11 +299,11 @@ def _arrivals(options: ExpertOptions, work: Work | None) -> tuple[int, str]:
     if work is None:
         return 2, "costs are unknown"
 
-    def taken(parts: int) -> float:
-        backward = _arrived(work, work.gradient_arrives, parts, before=work.gate)
-        return _arrived(work, work.arrives, parts, before=0.0) + backward
+    def seconds_of(parts: int) -> float:
+        backward = _arrived(work, work.gradient_arrives, parts, delay=work.gate)
+        return _arrived(work, work.arrives, parts, delay=0.0) + backward
 
-    by_parts = {parts: taken(parts) for parts in (1, 2, work.members)}
+    by_parts = {parts: seconds_of(parts) for parts in (1, 2, work.members)}
     enough = (1 + _LEAST_GAIN) * min(by_parts.values())
     best = next(parts for parts, seconds in by_parts.items() if seconds <= enough)
     listed = ", ".join(f"{parts}: {_ms(seconds)}" for parts, seconds in by_parts.items())

@@ -21,29 +21,29 @@ def check_experts(description: Description, ep: int) -> None:
     if description.config is None:
         raise refused("ep", ep, "1: plain modules do not say which of them are experts.")
     model = description.skeleton if description.model is None else description.model
-    found = [(name, one) for name, one in model.named_modules(remove_duplicate=False) if uses_interface(one)]
-    reason = next(_reasons(found), None)
+    modules = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if uses_interface(module)]
+    reason = next(_reasons(modules), None)
     if reason is not None:
         raise refused("ep", ep, f"1, since {description.architecture} {reason}.")
-    fewest, name = min((len(module.get_parameter("down_proj")), name) for name, module in found)
+    fewest, name = min((len(module.get_parameter("down_proj")), name) for name, module in modules)
     if ep > fewest:
         raise refused("ep", ep, f"at most {fewest}, the number of experts in {name} of {description.architecture}.")
 
 
-def _reasons(found: list[tuple[str, nn.Module]]) -> Iterator[str]:
-    """Yield why the experts of a model cannot be shared; `found`: all modules that use the interface, by name."""
-    if not found:
+def _reasons(modules: list[tuple[str, nn.Module]]) -> Iterator[str]:
+    """Yield why the experts of a model cannot be shared; `modules`: all modules that use the interface, by name."""
+    if not modules:
         yield "has no experts that run through transformers' experts interface"
     holder: dict[int, str] = {}
-    for name, module in found:
+    for name, module in modules:
         if getattr(module, "has_post_expert_norm", False):
             yield f"normalises what every expert returns ({name}), between its matrices and the router's weights"
         parameters = dict(module.named_parameters())
-        wanted = _names(module)
-        if parameters.keys() != wanted:
+        expected = _names(module)
+        if parameters.keys() != expected:
             yield (
                 f"has the parameters {', '.join(sorted(parameters))} in {name}, and experts that are shared have"
-                f" {', '.join(sorted(wanted))}"
+                f" {', '.join(sorted(expected))}"
             )
         experts = len(parameters["down_proj"])
         for key, parameter in parameters.items():

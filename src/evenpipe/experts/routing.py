@@ -27,24 +27,24 @@ class Routing:
     def __init__(self, running: Running) -> None:
         self._running = running
         self._step = 0
-        self._kept: dict[tuple[tuple[int, int], str], Layout] = {}
+        self._layouts: dict[tuple[tuple[int, int], str], Layout] = {}
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._layouts)
 
     def layout(self, layer: str, make: Callable[[], Layout]) -> Layout:
         """Return the layout of a layer's experts in this pass: that of F, if there was one."""
         if self._running.step != self._step:  # remains of a failed step
-            self._kept.clear()
+            self._layouts.clear()
             self._step = self._running.step
-        place = self._running.place
-        if place is None:
+        stage_and_unit = self._running.place
+        if stage_and_unit is None:
             return make()
-        if (place, layer) not in self._kept:
-            self._kept[place, layer] = make()
-        return self._kept[place, layer]
+        if (stage_and_unit, layer) not in self._layouts:
+            self._layouts[stage_and_unit, layer] = make()
+        return self._layouts[stage_and_unit, layer]
 
     def end(self, layer: str) -> None:
         """In the backward of a layer, which is the last to need its layout."""
         assert self._running.place is not None
-        del self._kept[self._running.place, layer]
+        del self._layouts[self._running.place, layer]

@@ -63,7 +63,7 @@ def check_choices(choices: Iterable[str]) -> None:
     """Raise InputError for an unknown choice of checkpointing."""
     for choice in choices:
         if choice not in CHOICES:
-            accepted = ", ".join(f'"{one}"' for one in CHOICES)
+            accepted = ", ".join(f'"{name}"' for name in CHOICES)
             raise refused("activation_checkpointing", choice, f"one of {accepted}, or one of these per layer")
 
 
@@ -145,21 +145,21 @@ class _Product:
 
 def _handing_over(pack: Pack, unpack: Unpack) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the contexts for a layer's first run and for its recomputation."""
-    kept: deque[tuple[Any, Any]] = deque()
-    return _Keeping(kept, pack), _Taking(kept, unpack)
+    products: deque[tuple[Any, Any]] = deque()
+    return _Keeping(products, pack), _Taking(products, unpack)
 
 
 class _Keeping(TorchDispatchMode):
     """Keeps results of products, in the order of computation."""
 
-    def __init__(self, kept: deque[tuple[Any, Any]], pack: Pack) -> None:
+    def __init__(self, products: deque[tuple[Any, Any]], pack: Pack) -> None:
         super().__init__()
-        self._kept, self._pack = kept, pack
+        self._products, self._pack = products, pack
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in PRODUCTS:
-            self._kept.append((func, tree_map_only(Tensor, self._keep, result)))
+            self._products.append((func, tree_map_only(Tensor, self._keep, result)))
         return result
 
     def _keep(self, tensor: Tensor) -> _Product:
@@ -171,14 +171,14 @@ class _Keeping(TorchDispatchMode):
 class _Taking(TorchDispatchMode):
     """Returns kept results instead of recomputing them."""
 
-    def __init__(self, kept: deque[tuple[Any, Any]], unpack: Unpack) -> None:
+    def __init__(self, products: deque[tuple[Any, Any]], unpack: Unpack) -> None:
         super().__init__()
-        self._kept, self._unpack = kept, unpack
+        self._products, self._unpack = products, unpack
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in PRODUCTS:
             return func(*args, **(kwargs or {}))
-        known, result = self._kept.popleft() if self._kept else (None, None)
+        known, result = self._products.popleft() if self._products else (None, None)
         if known is not func:
             raise RuntimeError(
                 f"a checkpointed layer computed {known or 'nothing more'}, but {func} in its recomputation: its forward"
@@ -225,7 +225,7 @@ def only_saves(count: int = 1) -> bool:
     """Return whether a layer's forward is being repeated and the next `count` saved tensors are the last ones needed:
     other results are ignored then."""
     call = _repeated.call
-    return call is not None and call.wanted == count
+    return call is not None and call.remaining == count
 
 
 class _AllComputed(BaseException):
@@ -241,7 +241,7 @@ class _Call:
         self._forward: Forward | None = forward
         self._random_state: RandomState | None = RandomState.of(torch_device)
         self._saved: list[ReferenceType[_Saved]] = []
-        self._found = 0
+        self._recomputed = 0
         # Inputs with a gradient (the hidden states) are saved by a node of the graph, other arguments are kept as they
         # are.
         self._arguments: dict[Any, Any] = dict(enumerate(args)) | kwargs
@@ -287,7 +287,7 @@ class _Call:
         kwargs = {key: value for key, value in arguments.items() if isinstance(key, str)}
         self._forward = self._random_state = self._inputs = None
         self._arguments = arguments = {}
-        with random_state.restored(), torch.enable_grad(), saved_tensors_hooks(self._found_again, _never):
+        with random_state.restored(), torch.enable_grad(), saved_tensors_hooks(self._save_again, _never):
             _repeated.call = self
             try:
                 forward(*args, **kwargs)
@@ -295,19 +295,19 @@ class _Call:
                 pass
             finally:
                 _repeated.call = None
-        if self._found != len(self._saved):
+        if self._recomputed != len(self._saved):
             raise RuntimeError(
-                f"a checkpointed layer saved {count(len(self._saved), 'tensor')} for its backward, but {self._found}"
-                " in its recomputation: its forward depends on more than its arguments"
+                f"a checkpointed layer saved {count(len(self._saved), 'tensor')} for its backward, but"
+                f" {self._recomputed} in its recomputation: its forward depends on more than its arguments"
             )
 
     @property
-    def wanted(self) -> int:
+    def remaining(self) -> int:
         """How many tensors are still to be saved."""
-        return len(self._saved) - self._found
+        return len(self._saved) - self._recomputed
 
-    def _found_again(self, tensor: Tensor) -> None:
-        saved = self._saved[self._found]()
+    def _save_again(self, tensor: Tensor) -> None:
+        saved = self._saved[self._recomputed]()
         if saved is not None:
             if (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
                 raise RuntimeError(
@@ -316,8 +316,8 @@ class _Call:
                     " arguments"
                 )
             saved.tensor = tensor.detach()  # its graph would keep all of the second run alive
-        self._found += 1
-        if self._found == len(self._saved):
+        self._recomputed += 1
+        if self._recomputed == len(self._saved):
             raise _AllComputed
 
 

@@ -83,8 +83,12 @@ def compile_layer(
     """
     if hasattr(layer, "gradient_checkpointing"):
         layer.gradient_checkpointing = False  # type: ignore[assignment]
-    own = vars(layer).get("forward")
-    forward: Forward = type(layer).forward if own is None else lambda layer, *args, **kwargs: own(*args, **kwargs)
+    instance_forward = vars(layer).get("forward")
+    forward: Forward = (
+        type(layer).forward
+        if instance_forward is None
+        else lambda layer, *args, **kwargs: instance_forward(*args, **kwargs)
+    )
     plain = layer.forward
     checkpoint_layer(layer, checkpointing, switch, torch_device)
     compiled = _CompiledLayer(layer, forward, layer.forward, queue, checkpointing, switch, torch_device, backend)
@@ -115,13 +119,13 @@ class _CompiledLayer:
     """Whether it has run compiled."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given: dict[int | str, Any] = dict(enumerate(args))
-        given.update(kwargs)
-        key = next((key for key, one in given.items() if isinstance(one, Tensor)), None)  # of the hidden states
-        if key is not None and not self._queue.takes(given[key]):
+        arguments: dict[int | str, Any] = dict(enumerate(args))
+        arguments.update(kwargs)
+        key = next((key for key, value in arguments.items() if isinstance(value, Tensor)), None)  # of the hidden states
+        if key is not None and not self._queue.takes(arguments[key]):
             key = None
         if key is not None and self._once is None:
-            return self._find_linears(given[key], args, kwargs)
+            return self._find_linears(arguments[key], args, kwargs)
         choice = self._checkpointing if torch.is_grad_enabled() and not self._switch.off else "none"
         if not self._in_pieces:
             try:
@@ -150,18 +154,20 @@ class _CompiledLayer:
         inside = "none" if choice == PIECES else choice
         if key is not None:
             assert self._once is not None
-            trained = [is_trained(one) for one in self._once]
+            trained = [is_trained(linear) for linear in self._once]
             if trained != self._trained:
                 self._trained, self._linears = trained, self._choose_linears(self._once)
         if key is None or not self._linears:
             return plain(self._forward, self._layer, inside, args, kwargs)
         taps = _Taps.apply(args[key] if isinstance(key, int) else kwargs[key], self._linears)
-        given: list[Taps] = []
+        layer_taps: list[Taps] = []
         for index, linear in enumerate(self._linears):
             bias = None if linear.bias is None else linear.bias.detach()
-            given.append((linear.weight.detach(), bias, taps[2 * index], taps[2 * index + 1]))
+            layer_taps.append((linear.weight.detach(), bias, taps[2 * index], taps[2 * index + 1]))
         try:
-            return tapped(self._forward, self._layer, inside, args, kwargs, linears=self._linears, given=given)
+            return tapped(
+                self._forward, self._layer, inside, args, kwargs, linears=self._linears, layer_taps=layer_taps
+            )
         except BaseException:
             _clear_taps(self._linears)
             raise
@@ -177,26 +183,30 @@ class _CompiledLayer:
             if arguments[0].numel() // arguments[0].shape[-1] != tokens:
                 partial.add(linear)
 
-        linears = [one for one in self._layer.modules() if isinstance(one, SplitLayer)]
+        linears = [linear for linear in self._layer.modules() if isinstance(linear, SplitLayer)]
         hooks = [linear.register_forward_pre_hook(count) for linear in linears]
         try:
             result = self._eager(*args, **kwargs)
         finally:
             for hook in hooks:
                 hook.remove()
-        self._once = [one for one in linears if uses[one] == 1 and one not in partial]
+        self._once = [linear for linear in linears if uses[linear] == 1 and linear not in partial]
         return result
 
-    def _choose_linears(self, once: list[SplitLayer]) -> list[SplitLayer]:
+    def _choose_linears(self, candidates: list[SplitLayer]) -> list[SplitLayer]:
         """Return those that are trainable, if no layer without taps uses their parameters."""
-        tapped = {one for one in once if is_trained(one)}
-        others = {
+        tapped = {linear for linear in candidates if is_trained(linear)}
+        untapped = {
             parameter
-            for one in self._layer.modules()
-            if isinstance(one, SplitLayer) and one not in tapped
-            for parameter in one.parameters(recurse=False)
+            for linear in self._layer.modules()
+            if isinstance(linear, SplitLayer) and linear not in tapped
+            for parameter in linear.parameters(recurse=False)
         }
-        return [one for one in once if one in tapped and others.isdisjoint(one.parameters(recurse=False))]
+        return [
+            linear
+            for linear in candidates
+            if linear in tapped and untapped.isdisjoint(linear.parameters(recurse=False))
+        ]
 
 
 @contextmanager
@@ -204,9 +214,9 @@ def _counting_breaks(kind: str) -> Iterator[None]:
     """Say once for each kind of layers how often torch.compile breaks its graph."""
     from torch._dynamo.utils import counters
 
-    before = counters["graph_break"].total()
+    count_before = counters["graph_break"].total()
     yield
-    breaks = counters["graph_break"].total() - before
+    breaks = counters["graph_break"].total() - count_before
     if breaks and kind not in _told:
         _told.add(kind)
         logger.info("layers compiled in pieces: %s, with %s in its graph", kind, count(breaks, "break"))
@@ -266,12 +276,12 @@ def _run_tapped(
     kwargs: dict[str, Any],
     *,
     linears: list[SplitLayer],
-    given: list[Taps],
+    layer_taps: list[Taps],
 ) -> Any:
     """Compiled: a layer whose linear layers return the inputs of W."""
 
     def set_taps() -> None:
-        for linear, taps in zip(linears, given, strict=True):
+        for linear, taps in zip(linears, layer_taps, strict=True):
             linear._tapped = taps
 
     # The first access puts a guard on `choice`: pieces compiled without checkpointing are not reused with it. Inside of

@@ -38,9 +38,9 @@ class StageGraph:
         differentiable: places of the inputs of which the backward returns a gradient.
         """
         entered = [*inputs]
-        for place in differentiable:
+        for index in differentiable:
             gradient: list[Tensor] = []
-            entered[place] = _Entrance.apply(self._anchor, inputs[place], gradient)
+            entered[index] = _Entrance.apply(self._anchor, inputs[index], gradient)
             self._gradients.append(gradient)
         return entered
 

@@ -159,8 +159,8 @@ def _add_uses(entry: Entry, uses: Counter[int], sums: dict[int, Tensor]) -> None
         if number not in sums and not uses[number]:
             accumulate(parameter, gradient)
             continue
-        part = gradient.compute() if isinstance(gradient, WeightProduct) else gradient
-        summed = sums.pop(number).add_(part) if number in sums else part
+        value = gradient.compute() if isinstance(gradient, WeightProduct) else gradient
+        summed = sums.pop(number).add_(value) if number in sums else value
         if uses[number]:
             sums[number] = summed
         else:
@@ -277,7 +277,7 @@ class Source(Protocol):
         """Begin to gather the input again."""
         ...
 
-    def whole(self, saved: Tensor) -> Tensor:
+    def all_rows(self, saved: Tensor) -> Tensor:
         """Return the input [n, in]."""
         ...
 
@@ -412,9 +412,9 @@ class _TappedLinear(torch.autograd.Function):
     """x W^T + b, whose backward returns x and the gradient of the output [tokens, ...] as the gradients of taps."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, layer: SplitLayer, *given: Tensor) -> Tensor:
-        """given: `Taps`."""
-        weight, bias, _, _ = given
+    def forward(ctx: Any, hidden: Tensor, layer: SplitLayer, *taps: Tensor) -> Tensor:
+        """taps: `Taps`."""
+        weight, bias, _, _ = taps
         ctx.save_for_backward(hidden, weight)
         ctx.how = products, transposed = products_of(layer), layer.transposed
         return products.output(hidden, weight.t() if transposed else weight, bias)
@@ -449,15 +449,15 @@ def linear_entry(
     assert weight is not None
 
     def of_weight() -> WeightProduct:
-        whole = hidden if source is None else source.whole(hidden)
-        rows, columns = gradient.reshape(-1, gradient.shape[-1]), whole.reshape(-1, whole.shape[-1])
+        full_input = hidden if source is None else source.all_rows(hidden)
+        rows, columns = gradient.reshape(-1, gradient.shape[-1]), full_input.reshape(-1, full_input.shape[-1])
         return WeightProduct(products_of(layer), rows, columns, layer.transposed)
 
-    again = None if source is None else hidden
+    saved = None if source is None else hidden
     if bias is None or not bias.requires_grad:
-        return Entry((weight,), lambda: (of_weight(),), source, again)
+        return Entry((weight,), lambda: (of_weight(),), source, saved)
 
     def of_bias() -> Tensor:
         return gradient.reshape(-1, len(bias)).sum(0) if in_rows else gradient.sum(tuple(range(gradient.dim() - 1)))
 
-    return Entry((weight, bias), lambda: (of_weight(), of_bias()), source, again)
+    return Entry((weight, bias), lambda: (of_weight(), of_bias()), source, saved)

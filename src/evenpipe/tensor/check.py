@@ -50,15 +50,15 @@ def cut_of_model(description: Description, ranks: int, *, check: bool = True) ->
         raise InputError("tp: plain modules do not say how they could be cut, expected 1 with them.")
     copy = SmallCopies.of(description).exact
     with copy.computing():
-        few = 2  # ranks of the small copy
+        copy_ranks = 2  # ranks of the small copy
         of_copy, cut = _cuts(copy, description)
         if cut.repeats_heads(description, ranks):  # so does the small copy, which has one or two
-            few = MORE_THAN_HEADS
+            copy_ranks = MORE_THAN_HEADS
             of_copy, cut = _cuts(copy, description, repeats=True)
         for index in range(description.layers):
             cut.placements(description, index, ranks - 1, ranks)
         if check:
-            copy.once(("compared", few), lambda: _compare(copy, of_copy, few))
+            copy.once(("compared", copy_ranks), lambda: _compare(copy, of_copy, copy_ranks))
     return cut
 
 
@@ -78,15 +78,15 @@ def _compare(copy: SmallCopy, cut: ModelCut, ranks: int) -> None:
         f"{copy.description.architecture} cannot be trained with tensor parallelism: a small copy of it, its layers cut"
         f" in {ranks},"
     )
-    exchanges, most = thread_exchanges(ranks), TOLERANCE[copy.dtype]
+    exchanges, limit = thread_exchanges(ranks), TOLERANCE[copy.dtype]
     stages: list[Stage] = []
     for batch, expected in references(copy):
         try:
             stages = stages or [_stage(copy, cut, exchange) for exchange in exchanges]
-            found = _over_ranks(copy.description, batch, stages, exchanges, expected.logits_dtype)
+            result = _over_ranks(copy.description, batch, stages, exchanges, expected.logits_dtype)
         except Exception as error:  # families raise many types when their parts do not fit
             raise InputError(f"{refuse} does not run ({type(error).__name__}: {first_line(error)}).") from error
-        compare(refuse, most, found, expected, floor=torch.finfo(copy.dtype).eps / most)
+        compare(refuse, limit, result, expected, floor=torch.finfo(copy.dtype).eps / limit)
 
 
 def _stage(copy: SmallCopy, cut: ModelCut, exchange: ThreadExchange) -> Stage:
@@ -112,8 +112,8 @@ def _over_ranks(
     gradients are the sums of all ranks' gradients of what they hold."""
 
     def result_of(rank: int) -> Result:
-        def gather(own: Tensor) -> Tensor:
-            rows: Tensor = Gather.apply(own, exchanges[rank])
+        def gather(local_rows: Tensor) -> Tensor:
+            rows: Tensor = Gather.apply(local_rows, exchanges[rank])
             return rows
 
         share = 1 / len(exchanges)
@@ -125,9 +125,9 @@ def _over_ranks(
         for name, gradient in result.gradients.items():
             if gradient is None:
                 continue
-            placement, whole = stage.placement_of(name, gradient.shape), gradients[name]
-            if whole is None:
-                whole = gradients[name] = gradient.new_zeros(placement.shape)
+            placement, total = stage.placement_of(name, gradient.shape), gradients[name]
+            if total is None:
+                total = gradients[name] = gradient.new_zeros(placement.shape)
             for box in placement.boxes():
-                whole[box.whole] += gradient[box.local]
+                total[box.whole] += gradient[box.local]
     return Result(results[0].loss, gradients, logits_dtype)

@@ -59,10 +59,10 @@ class Split:
         if len(self.segments) == 1:
             return (length,)
         fixed = [segment == self.width for segment in self.segments]
-        others, rest = fixed.count(False), length - width * sum(fixed)
-        if rest < 0 or (rest % others if others else rest):
+        free, remaining = fixed.count(False), length - width * sum(fixed)
+        if remaining < 0 or (remaining % free if free else remaining):
             raise NoUnitsError(f"a matrix of {count(length, 'entry')} has no segments like those of the small model")
-        return tuple(width if one else rest // others for one in fixed)
+        return tuple(width if is_fixed else remaining // free for is_fixed in fixed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def find_cut(block: nn.Module, call: Call, *, repeats: bool = False) -> BlockCut
         NoUnitsError: it cannot; the text is the reason.
     """
     with torch.no_grad():
-        whole = call.of(block)
+        expected = call.of(block)
     reason = ""
     for cut in _candidates(block, call):
         first = cut.groups[0]
@@ -122,14 +122,14 @@ def find_cut(block: nn.Module, call: Call, *, repeats: bool = False) -> BlockCut
         for counted in _with_counts(block, cut, ranks):
             for ends in (counted, replace(counted, sums_at=None)) if counted.sums_at else (counted,):
                 try:
-                    error = _error_of_parts(block, call, ends, ranks, whole)
+                    error = _error_of_parts(block, call, ends, ranks, expected)
                 except NoUnitsError as failure:
                     reason = reason or str(failure)
                     continue
                 except Exception as failure:  # a block that does not run on local sizes raises many types
                     reason = reason or f"a part of it does not run: {type(failure).__name__}: {first_line(failure)}"
                     continue
-                if error <= max(CLOSE[whole.dtype], CLOSE_FP32):
+                if error <= max(CLOSE[expected.dtype], CLOSE_FP32):
                     return ends
                 reason = f"its parts do not add up to the whole, by {error:.1g}"
     raise NoUnitsError(reason or "it has no parts")
@@ -233,12 +233,12 @@ def _counters(module: nn.Module, prefix: str, count: int) -> Iterator[tuple[str,
 
 def calls_of_children(module: nn.Module, call: Call) -> dict[str, Call]:
     """Return how a call of a module calls each module inside, once; those that get hidden states first."""
-    found: dict[str, Call] = {}
+    calls: dict[str, Call] = {}
 
     def record(name: str):
         def hook(inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
-                found.setdefault(name, Call(args, kwargs))
+                calls.setdefault(name, Call(args, kwargs))
 
         return hook
 
@@ -250,7 +250,7 @@ def calls_of_children(module: nn.Module, call: Call) -> dict[str, Call]:
     ]
     with until_the_end(hooks), torch.no_grad():
         call.of(module)
-    return found
+    return calls
 
 
 def _config_of(module: nn.Module) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def _counted(held: Mapping[str, Any], patterns: tuple[re.Pattern[str], ...]) -> 
     return [name for name in numbers if any(pattern.search(name) for pattern in patterns)]
 
 
-def _error_of_parts(block: nn.Module, call: Call, cut: BlockCut, ranks: int, whole: Tensor) -> float:
+def _error_of_parts(block: nn.Module, call: Call, cut: BlockCut, ranks: int, reference: Tensor) -> float:
     """Return the relative distance of the results of all ranks, in order, from that of the whole block."""
 
     exchanges = thread_exchanges(ranks)
@@ -300,12 +300,12 @@ def _error_of_parts(block: nn.Module, call: Call, cut: BlockCut, ranks: int, who
             parts.append(local)
 
         def run(rank: int) -> Tensor:
-            own = call.with_hidden(lambda hidden: own_rows(hidden, exchanges[rank]))
-            return own.of(parts[rank]).reshape(-1, whole.shape[-1])
+            local_call = call.with_hidden(lambda hidden: own_rows(hidden, exchanges[rank]))
+            return local_call.of(parts[rank]).reshape(-1, reference.shape[-1])
 
-        found = torch.cat(in_threads(exchanges, run))
-    expected = whole.reshape(-1, whole.shape[-1])
-    return float((found - expected).norm() / expected.norm())
+        result = torch.cat(in_threads(exchanges, run))
+    expected = reference.reshape(-1, reference.shape[-1])
+    return float((result - expected).norm() / expected.norm())
 
 
 # --- at any size --------------------------------------------------------------------------------------------------
@@ -318,19 +318,19 @@ def placements_of(block: nn.Module, cut: BlockCut, rank: int, ranks: int) -> dic
     Raises:
         NoUnitsError: the units cannot be divided by the number of ranks.
     """
-    found: dict[str, TensorPlacement | None] = dict.fromkeys(cut.biases) if rank else {}
+    placements: dict[str, TensorPlacement | None] = dict.fromkeys(cut.biases) if rank else {}
     for group in cut.groups:
         output = group.splits[group.output]
         width = block.get_parameter(group.output).shape[output.dimension]
         count = count_of(block, group)
         if count % ranks and (group.columns or ranks % count or not _repeat(block, cut, count, ranks)):
-            what = f"{count} {'columns' if group.columns else 'heads of keys and values'}"
-            raise NoUnitsError(f"{ranks} ranks cannot share {what}")
+            units = f"{count} {'columns' if group.columns else 'heads of keys and values'}"
+            raise NoUnitsError(f"{ranks} ranks cannot share {units}")
         for name, split in group.splits.items():
             shape = tuple(block.get_parameter(name).shape)
             segments = split.at(shape[split.dimension], width)
-            found[name] = _placement(shape, split, segments, count, (rank, ranks))
-    return found
+            placements[name] = _placement(shape, split, segments, count, (rank, ranks))
+    return placements
 
 
 def _repeat(block: nn.Module, cut: BlockCut, count: int, ranks: int) -> bool:
@@ -344,16 +344,16 @@ def _placement(
 ) -> TensorPlacement:
     """Return the part of a parameter for one of so many ranks; `of`: (rank, ranks)."""
     rank, ranks = of
-    part, parts, copied = rank, ranks, False
+    shard, shards, copied = rank, ranks, False
     repeated = [bool(segment % split.width) for segment in split.segments]  # heads of keys and values
     if ranks > count and any(repeated):
         if not all(repeated):
             raise NoUnitsError("heads of keys and values are fewer than ranks, and in one matrix with the queries")
-        part, parts, copied = rank * count // ranks, count, bool(rank * count % ranks)
+        shard, shards, copied = rank * count // ranks, count, bool(rank * count % ranks)
     lengths = segments if len(segments) > 1 else ()
-    if any(segment % parts for segment in segments):
+    if any(segment % shards for segment in segments):
         raise NoUnitsError(f"{ranks} ranks cannot share {segments} entries")
-    cut = Cut(("tp",), part, parts, split.dimension, lengths)
+    cut = Cut(("tp",), shard, shards, split.dimension, lengths)
     return TensorPlacement(shape, (cut,), frozenset(("tp",) if copied else ()))
 
 
@@ -365,12 +365,12 @@ def count_of(block: nn.Module, group: Group) -> int:
     """
     if group.columns:
         return block.get_parameter(group.output).shape[group.splits[group.output].dimension]
-    said = set()
+    counts = set()
     for name, attribute in group.counters:
         module = block.get_submodule(name)
         for held in (vars(module), _config_of(module)):
             if isinstance(held.get(attribute), int):
-                said.add(held[attribute])
-    if not said:
+                counts.add(held[attribute])
+    if not counts:
         raise NoUnitsError("nothing says how many heads it has")
-    return math.gcd(*said)
+    return math.gcd(*counts)

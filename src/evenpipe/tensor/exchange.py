@@ -85,7 +85,7 @@ class Exchange(Protocol):
         """Return the sum over ranks, a new tensor."""
         ...
 
-    def table(self, own: Tensor) -> Tensor:
+    def table(self, local: Tensor) -> Tensor:
         """Return [t, ...]: what each rank has."""
         ...
 
@@ -93,32 +93,32 @@ class Exchange(Protocol):
 class RingExchange(Exchange, Protocol):
     """Ranks that can also pass rows on around a ring."""
 
-    def pass_on(self, rows: Tensor, buffer: Tensor, what: str) -> Work:
+    def pass_on(self, rows: Tensor, buffer: Tensor, label: str) -> Work:
         """Begin to send rows to the next rank (the first one follows the last), and to fill the buffer, the result,
         with those of the previous one."""
         ...
 
 
-def own_rows(whole: Tensor, exchange: Exchange) -> Tensor:
+def own_rows(tensor: Tensor, exchange: Exchange) -> Tensor:
     """Return a rank's rows [b, s/t, ...] of [b, s, ...], or [n/t, h] of [n, h]; a view."""
-    *outer, length = whole.shape[:-1]
-    rows = whole.reshape(-1, whole.shape[-1])
+    *outer, length = tensor.shape[:-1]
+    rows = tensor.reshape(-1, tensor.shape[-1])
     count = len(rows) // exchange.size
-    own = rows[exchange.rank * count : (exchange.rank + 1) * count]
-    return own.view(*outer, length // exchange.size, whole.shape[-1])
+    local_rows = rows[exchange.rank * count : (exchange.rank + 1) * count]
+    return local_rows.view(*outer, length // exchange.size, tensor.shape[-1])
 
 
 def all_rows(rows: Tensor, exchange: Exchange) -> Tensor:
     """Return all ranks' rows [b, s, ...] of [b, s/t, ...], or [n, h] of [n/t, h]."""
     *outer, length, width = rows.shape
-    found = exchange.gather(rows.reshape(-1, width).contiguous())
-    return formed(found, (*outer, length * exchange.size, width))
+    gathered = exchange.gather(rows.reshape(-1, width).contiguous())
+    return formed(gathered, (*outer, length * exchange.size, width))
 
 
 def _summed(partial: Tensor, exchange: Exchange) -> Tensor:
     *outer, length, width = partial.shape
-    found = sum_rows(partial.reshape(-1, width).contiguous(), exchange)
-    return formed(found, (*outer, length // exchange.size, width))
+    total = sum_rows(partial.reshape(-1, width).contiguous(), exchange)
+    return formed(total, (*outer, length // exchange.size, width))
 
 
 def formed(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -158,15 +158,15 @@ class OwnRows(torch.autograd.Function):
     """A result that all ranks computed whole -> own rows. Its gradient on a rank is partial: zero in others' rows."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange, ctx.shape = exchange, whole.shape
-        return own_rows(whole, exchange).clone()
+    def forward(ctx: Any, tensor: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange, ctx.shape = exchange, tensor.shape
+        return own_rows(tensor, exchange).clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        whole = gradient.new_zeros(ctx.shape)
-        own_rows(whole, ctx.exchange).copy_(gradient)
-        return whole, None
+        full_gradient = gradient.new_zeros(ctx.shape)
+        own_rows(full_gradient, ctx.exchange).copy_(gradient)
+        return full_gradient, None
 
 
 class Sum(torch.autograd.Function):

@@ -43,7 +43,7 @@ class Gathered:
         self._empty = rows.new_empty(0)
         self._uses = 0
         self._started: Work | None = None
-        self._whole: Tensor | None = None
+        self._all_rows: Tensor | None = None
         self._waiting: list[Callable[[], None]] = []
         self._products: dict[nn.Module, Tensor] = {}
         self._factors: list[tuple[Tensor, Tensor]] = []
@@ -57,15 +57,15 @@ class Gathered:
         """
         if self._exchange.overlap is None:
             return self._exchange.gather(rows)
-        whole, products = gathered_products(rows, readers, self._exchange)
+        all_rows, products = gathered_products(rows, readers, self._exchange)
         self._products = dict(zip(readers, products, strict=False))
-        return whole
+        return all_rows
 
-    def opened(self, whole: Tensor) -> None:
-        """Begin the call: `whole` is what the block gets."""
-        self._address = whole.untyped_storage()._cdata
+    def opened(self, all_rows: Tensor) -> None:
+        """Begin the call: `all_rows` is what the block gets."""
+        self._address = all_rows.untyped_storage()._cdata
         if self._keeps:
-            self._saved = ref(whole)
+            self._saved = ref(all_rows)
 
     def close(self) -> None:
         """End the call."""
@@ -92,22 +92,22 @@ class Gathered:
 
     def start(self, saved: Tensor) -> None:
         """Begin to gather again, in a backward that needs it soon."""
-        if not self._is_whole(saved) and self._started is None and self._whole is None:
+        if not self._is_whole(saved) and self._started is None and self._all_rows is None:
             self._started = self._exchange.start_gather(saved.reshape(-1, saved.shape[-1]).contiguous())
 
-    def whole(self, saved: Tensor) -> Tensor:
+    def all_rows(self, saved: Tensor) -> Tensor:
         """Return all rows [n, h], from what a layer has saved. Called once by each layer that has."""
         if self._is_whole(saved):
             return saved.reshape(-1, saved.shape[-1])
-        if self._whole is None:
+        if self._all_rows is None:
             self.start(saved)
             assert self._started is not None
-            self._whole, self._started = self._started.wait(), None
-        whole = self._whole
+            self._all_rows, self._started = self._started.wait(), None
+        all_rows = self._all_rows
         self._uses -= 1
         if not self._uses:
-            self._whole = None
-        return whole
+            self._all_rows = None
+        return all_rows
 
     def _is_whole(self, saved: Tensor) -> bool:
         """Return whether a layer has saved all rows."""
@@ -154,11 +154,11 @@ class GatherInput(torch.autograd.Function):
         """size: number of ranks."""
         ctx.gathered, ctx.shape = gathered, rows.shape
         *outer, length, width = rows.shape
-        found = gathered.gather(rows.reshape(-1, width).contiguous(), readers)
-        whole = formed(found, (*outer, length * size, width))
-        gathered.opened(whole)
+        all_rows = gathered.gather(rows.reshape(-1, width).contiguous(), readers)
+        output = formed(all_rows, (*outer, length * size, width))
+        gathered.opened(output)
         ctx.set_materialize_grads(False)
-        return whole
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor, None, None, None]:

@@ -27,7 +27,7 @@ from evenpipe.model.stage import Stage
 from evenpipe.model.structure import layers_of
 from evenpipe.tensor.cuts import BlockCut, count_of, find_cut, placements_of
 from evenpipe.tensor.exchange import Exchange, Gather, OwnRows
-from evenpipe.tensor.local import hand_over, keep_whole, make_local
+from evenpipe.tensor.local import exchange_output, keep_whole, make_local
 from evenpipe.tensor.units import Call, NoUnitsError, until_the_end
 
 logger = logging.getLogger(__name__)
@@ -59,18 +59,18 @@ class ModelCut:
     end_is_whole: bool
     """What follows the layers needs all tokens, so every rank computes it whole."""
 
-    def for_model(self, description: Description, kept: Sequence[int]) -> ModelCut:
+    def for_model(self, description: Description, layer_indices: Sequence[int]) -> ModelCut:
         """Return the cut of a small copy for its model.
 
         A kind of layer may have other settings there (a soft-cap is a number in the copy, and may be None in the
         model), and is then that of the layer which the copy was made of.
 
-        kept: for each layer of the copy, that of the model.
+        layer_indices: for each layer of the copy, its index in the model.
         """
         kinds = kinds_of_layers(layers_of(description.skeleton, description.structure.layers_name))
         known = dict(self.blocks)
-        for place, index in enumerate(kept):
-            known.setdefault(kinds[index], self.blocks_of(place))
+        for copy_index, index in enumerate(layer_indices):
+            known.setdefault(kinds[index], self.blocks_of(copy_index))
         return ModelCut(tuple(kinds), known, self.end_is_whole)
 
     def placements(
@@ -84,7 +84,7 @@ class ModelCut:
         """
         layer = description.layer(index)
         prefix = f"{description.structure.layers_name}.{index}"
-        found: dict[str, TensorPlacement | None] = {}
+        result: dict[str, TensorPlacement | None] = {}
         for name, block in self.blocks_of(index).items():
             if block.cut is None:
                 continue
@@ -92,8 +92,8 @@ class ModelCut:
                 held = placements_of(layer.get_submodule(name), block.cut, rank, ranks)
             except NoUnitsError as reason:
                 raise InputError(f"tp: {ranks}, but {prefix}.{name} cannot be cut so: {reason}.") from None
-            found |= {f"{prefix}.{name}.{key}": placement for key, placement in held.items()}
-        return found
+            result |= {f"{prefix}.{name}.{key}": placement for key, placement in held.items()}
+        return result
 
     def repeats_heads(self, description: Description, ranks: int) -> bool:
         """Return whether several of so many ranks hold the same heads of keys and values."""
@@ -142,7 +142,7 @@ class TensorCut:
                 partial(_take_rows, exchange, model.layer_argument), with_kwargs=True, prepend=True
             )
         if model.is_last and self.cut.end_is_whole:
-            model.layers[-1].register_forward_hook(partial(hand_over, Gather, exchange))
+            model.layers[-1].register_forward_hook(partial(exchange_output, Gather, exchange))
             model.finish = partial(_own_rows, exchange)
 
 
@@ -155,26 +155,26 @@ def find_model_cut(small: Description, *, repeats: bool = False) -> ModelCut:
     layers = layers_of(model, small.structure.layers_name)
     token_ids = torch.randint(0, small.vocabulary_size, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(2))
     routers = {module for module, _ in router_modules(model, small.structure.layers_name)}
-    found: dict[Hashable, dict[str, Block]] = {}
+    blocks: dict[Hashable, dict[str, Block]] = {}
     # The skeleton has never run: some layers change their settings as they do.
     kinds = kinds_of_layers(layers_of(small.skeleton, small.structure.layers_name))
     layer_of: dict[Hashable, nn.Module] = {}
     for layer, kind in zip(layers, kinds, strict=True):
         layer_of.setdefault(kind, layer)
     for kind, calls in _calls(model, layer_of, token_ids).items():
-        layer, found[kind] = layer_of[kind], {}
+        layer, blocks[kind] = layer_of[kind], {}
         for name, call in calls.items():
             module = layer.get_submodule(name)
             block = _block(module, call, repeats=repeats, routes=not routers.isdisjoint(module.modules()))
             if block is not None:
-                found[kind][name] = block
-    return ModelCut(tuple(kinds), found, end_is_whole=not _ends_on_rows(small, token_ids))
+                blocks[kind][name] = block
+    return ModelCut(tuple(kinds), blocks, end_is_whole=not _ends_on_rows(small, token_ids))
 
 
 def _ends_on_rows(small: Description, token_ids: Tensor) -> bool:
     """Return whether what follows the layers computes a part of the tokens as it computes all (GPT-2 does not)."""
     model = small.model
-    found: list[Tensor] = []
+    inputs: list[Tensor] = []
     head = model.get_submodule(small.structure.head_module)
     last = layers_of(model, small.structure.layers_name)[-1]
 
@@ -183,7 +183,7 @@ def _ends_on_rows(small: Description, token_ids: Tensor) -> bool:
             return type(output)((output[0][:, : TOKENS // 2], *output[1:]))
         return output[:, : TOKENS // 2]
 
-    record = head.register_forward_pre_hook(lambda module, args: found.append(args[0]))
+    record = head.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     try:
         with torch.no_grad():
             model(input_ids=token_ids[:1], use_cache=False)
@@ -196,8 +196,8 @@ def _ends_on_rows(small: Description, token_ids: Tensor) -> bool:
                 hook.remove()
     finally:
         record.remove()
-    whole, part = found
-    return part.shape == whole[:, : TOKENS // 2].shape and torch.allclose(part, whole[:, : TOKENS // 2])
+    full, shortened = inputs
+    return shortened.shape == full[:, : TOKENS // 2].shape and torch.allclose(shortened, full[:, : TOKENS // 2])
 
 
 def _block(module: nn.Module, call: Call, *, repeats: bool, routes: bool) -> Block | None:
@@ -205,7 +205,9 @@ def _block(module: nn.Module, call: Call, *, repeats: bool, routes: bool) -> Blo
     if not call.hidden:
         return None
     cut, reason = None, ""
-    matrices = any(is_linear(inner) for inner in module.modules()) or any(one.dim() > 1 for one in module.parameters())
+    matrices = any(is_linear(inner) for inner in module.modules()) or any(
+        parameter.dim() > 1 for parameter in module.parameters()
+    )
     if matrices:
         try:
             cut = find_cut(module, call, repeats=repeats)
@@ -220,22 +222,22 @@ def _calls(
     model: nn.Module, layers: Mapping[Hashable, nn.Module], token_ids: Tensor
 ) -> dict[Hashable, dict[str, Call]]:
     """Return how each part of each layer is called, the first time."""
-    found: dict[Hashable, dict[str, Call]] = {kind: {} for kind in layers}
+    calls_by_kind: dict[Hashable, dict[str, Call]] = {kind: {} for kind in layers}
 
     def record(calls: dict[str, Call], name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         calls.setdefault(name, Call(args, kwargs))
 
     hooks = [
-        module.register_forward_pre_hook(partial(record, found[kind], name), with_kwargs=True)
+        module.register_forward_pre_hook(partial(record, calls_by_kind[kind], name), with_kwargs=True)
         for kind, layer in layers.items()
         for name, module in _parts(layer)
     ]
     mask = torch.ones_like(token_ids)
     mask[-1, -1] = 0  # without padding some kernels take a shorter way
-    given = {"attention_mask": mask} if takes(type(model), "attention_mask") else {}
+    mask_kwargs = {"attention_mask": mask} if takes(type(model), "attention_mask") else {}
     with until_the_end(hooks), torch.no_grad():
-        model(input_ids=token_ids, use_cache=False, **given)
-    return found
+        model(input_ids=token_ids, use_cache=False, **mask_kwargs)
+    return calls_by_kind
 
 
 def _parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -256,11 +258,11 @@ def _mixes(module: nn.Module, call: Call) -> bool:
         return hidden
 
     with torch.no_grad():
-        before, after = call.of(module), call.with_hidden(changed).of(module)
-    shape = call.given(call.hidden[0]).shape
-    if before.shape[: before.dim() - 1].numel() != shape[:2].numel():
+        original, modified = call.of(module), call.with_hidden(changed).of(module)
+    shape = call.argument(call.hidden[0]).shape
+    if original.shape[: original.dim() - 1].numel() != shape[:2].numel():
         return True
-    same = (before == after).reshape(shape[0], shape[1], -1).all(-1)
+    same = (original == modified).reshape(shape[0], shape[1], -1).all(-1)
     same[:, 1] = True
     return not bool(same.all())
 
@@ -285,7 +287,7 @@ def whole_parts(cut: ModelCut) -> dict[str, str]:
 
 def report_whole(cut: ModelCut) -> None:
     """Tell the user in one line which parts of layers are not cut."""
-    whole = whole_parts(cut)
-    if whole:
-        listed = ", ".join(f"{name} ({reason})" if reason else name for name, reason in whole.items())
+    uncut = whole_parts(cut)
+    if uncut:
+        listed = ", ".join(f"{name} ({reason})" if reason else name for name, reason in uncut.items())
         logger.warning("not cut by tensor parallelism, so every tensor rank computes all tokens of: %s", listed)

@@ -51,18 +51,18 @@ def make_local(
         module = block.get_submodule(owner)
         module._parameters[leaf] = None
         if not isinstance(module, nn.Linear):  # others do not ask whether they have one
-            weight = next(one for one in module.parameters() if one.dim() > 1)
+            weight = next(parameter for parameter in module.parameters() if parameter.dim() > 1)
             experts = weight.shape[:1] if weight.dim() == 3 else ()
             size = block_width(module, weight)
             module.__dict__[leaf] = torch.zeros((*experts, size), dtype=dtype_of(weight), device=weight.device)
     for name in cut.norms:
         sum_over_ranks(block.get_submodule(name), exchange)
     layers = [module for module in block.modules() if is_one_product(module)]
-    given = _Input(exchange, tuple(hidden), layers, keeps=keeps)
-    block.register_forward_pre_hook(given.gather, with_kwargs=True)
-    block.register_forward_hook(given.close, always_call=True)
+    block_input = _Input(exchange, tuple(hidden), layers, keeps=keeps)
+    block.register_forward_pre_hook(block_input.gather, with_kwargs=True)
+    block.register_forward_hook(block_input.close, always_call=True)
     if cut.sums_at is None:
-        block.register_forward_hook(partial(hand_over, Scatter, exchange))
+        block.register_forward_hook(partial(exchange_output, Scatter, exchange))
         return
     end, summed = block.get_submodule(cut.sums_at), Summed(exchange)
     end.register_forward_hook(summed.sum)
@@ -74,7 +74,7 @@ def make_local(
 def keep_whole(block: nn.Module, exchange: Exchange, hidden: Collection[int | str]) -> None:
     """Let every rank compute a block on all tokens, and keep its own rows."""
     block.register_forward_pre_hook(_Input(exchange, tuple(hidden)).gather, with_kwargs=True)
-    block.register_forward_hook(partial(_hand_over_own, exchange))
+    block.register_forward_hook(partial(_keep_local_rows, exchange))
 
 
 def block_width(module: nn.Module, weight: Tensor) -> int:
@@ -96,12 +96,12 @@ def divide(block: nn.Module, cut: BlockCut, ranks: int, groups: int) -> None:
         setattr(module, attribute, _divided(getattr(module, attribute), ranks))
     modules = {name: block.get_submodule(name) for name, _ in cut.settings}
     for config in {id(module.config): module.config for module in modules.values()}.values():
-        own = copy.copy(config)  # the model's, and other blocks', stays as it is
+        local_config = copy.copy(config)  # the model's, and other blocks', stays as it is
         sharing = [name for name, module in modules.items() if module.config is config]
         for attribute in {attribute for name, attribute in cut.settings if name in sharing}:
-            vars(own)[attribute] = _divided(vars(config)[attribute], ranks)
+            vars(local_config)[attribute] = _divided(vars(config)[attribute], ranks)
         for name in sharing:
-            modules[name].config = own
+            modules[name].config = local_config
     for name, attribute in cut.shares:
         module = block.get_submodule(name)
         setattr(module, attribute, getattr(module, attribute) * groups // ranks)
@@ -143,50 +143,51 @@ class _Input:
     def gather(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        done: dict[int, Tensor] = {}  # the same hidden states may be queries, keys and values
+        gathered: dict[int, Tensor] = {}  # the same hidden states may be queries, keys and values
 
-        def whole(rows: Tensor) -> Tensor:
-            if id(rows) not in done:
-                done[id(rows)] = self._whole(rows, is_first=not done)
-            return done[id(rows)]
+        def gather_once(rows: Tensor) -> Tensor:
+            if id(rows) not in gathered:
+                gathered[id(rows)] = self._gather(rows, is_first=not gathered)
+            return gathered[id(rows)]
 
         return (
-            tuple(whole(one) if index in self.hidden else one for index, one in enumerate(args)),
-            {key: whole(one) if key in self.hidden else one for key, one in kwargs.items()},
+            tuple(gather_once(argument) if index in self.hidden else argument for index, argument in enumerate(args)),
+            {key: gather_once(argument) if key in self.hidden else argument for key, argument in kwargs.items()},
         )
 
-    def _whole(self, rows: Tensor, *, is_first: bool) -> Tensor:
-        whole: Tensor
+    def _gather(self, rows: Tensor, *, is_first: bool) -> Tensor:
+        all_rows: Tensor
         if is_first and self.layers and rows.requires_grad and torch.is_grad_enabled():
             gathered = Gathered(rows, self.exchange, keeps=self.keeps or self.exchange.repeats)
-            whole = GatherInput.apply(rows, gathered, tuple(self.readers), self.exchange.size)
+            all_rows = GatherInput.apply(rows, gathered, tuple(self.readers), self.exchange.size)
             set_source(self.layers, gathered)
         else:
-            whole = Gather.apply(rows, self.exchange)
-        return whole
+            all_rows = Gather.apply(rows, self.exchange)
+        return all_rows
 
     @torch.compiler.disable
     def close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for gathered in {vars(layer).get("_source") for layer in self.layers}:
             if gathered is not None:
-                self.readers.extend(one for one in gathered.readers if one not in self.readers)
+                self.readers.extend(reader for reader in gathered.readers if reader not in self.readers)
                 gathered.close()
         set_source(self.layers, None)
 
 
 @torch.compiler.disable
-def hand_over(way: Any, exchange: Exchange, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def exchange_output(function: Any, exchange: Exchange, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if isinstance(output, (tuple, list)):
-        return type(output)((way.apply(output[0], exchange), *output[1:]))
-    return way.apply(output, exchange)
+        return type(output)((function.apply(output[0], exchange), *output[1:]))
+    return function.apply(output, exchange)
 
 
 @torch.compiler.disable
-def _hand_over_own(exchange: Exchange, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def _keep_local_rows(exchange: Exchange, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Keep a rank's rows of all hidden states that a block returns (DBRX's also returns the residual)."""
     if not isinstance(output, (tuple, list)):
         return OwnRows.apply(output, exchange)
     shape = output[0].shape
     return type(output)(
-        OwnRows.apply(one, exchange) if isinstance(one, Tensor) and one.shape == shape else one for one in output
+        OwnRows.apply(value, exchange) if isinstance(value, Tensor) and value.shape == shape else value
+        for value in output
     )

@@ -21,20 +21,20 @@ NormStyle = Literal["narrow", "wide", "plus one"]
 def norms_inside(block: nn.Module, call: Call) -> dict[str, str | None]:
     """Return the names of norms inside a block, and of the linear layer of whose whole output each is a norm; None: it
     is over something else, such as the result of all heads."""
-    made: dict[int, tuple[str, Tensor]] = {}
-    found: dict[str, str | None] = {}
+    outputs: dict[int, tuple[str, Tensor]] = {}
+    norms: dict[str, str | None] = {}
 
     def linear(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor):
-            made[output.data_ptr()] = name, output  # the tensor is kept, so that its address stays its own
+            outputs[output.data_ptr()] = name, output  # the tensor is kept, so that its address stays its own
 
     def norm(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        taken = args[0] if args else None
-        if not isinstance(taken, Tensor) or not isinstance(output, Tensor):
+        hidden = args[0] if args else None
+        if not isinstance(hidden, Tensor) or not isinstance(output, Tensor):
             return
-        if _epsilon(module, taken, output) is not None:
-            before = made.get(taken.data_ptr())
-            found[name] = before[0] if before is not None and before[1].shape == taken.shape else None
+        if _epsilon(module, hidden, output) is not None:
+            source = outputs.get(hidden.data_ptr())
+            norms[name] = source[0] if source is not None and source[1].shape == hidden.shape else None
 
     hooks = []
     for name, module in block.named_modules():
@@ -44,20 +44,20 @@ def norms_inside(block: nn.Module, call: Call) -> dict[str, str | None]:
             hooks.append(module.register_forward_hook(partial(norm, name)))
     with until_the_end(hooks), torch.no_grad():
         call.of(block)
-    return found
+    return norms
 
 
-def _epsilon(norm: nn.Module, taken: Tensor, given: Tensor) -> float | None:
+def _epsilon(norm: nn.Module, hidden: Tensor, output: Tensor) -> float | None:
     """Return the small number of a root-mean-square norm; None: the module is something else."""
     weight = norm.weight
-    if not isinstance(weight, Tensor) or weight.shape != taken.shape[-1:]:
+    if not isinstance(weight, Tensor) or weight.shape != hidden.shape[-1:]:
         return None
-    squares = taken.double().square().mean(-1, keepdim=True)
+    squares = hidden.double().square().mean(-1, keepdim=True)
     for value in vars(norm).values():
         if isinstance(value, float) and value > 0:
-            normed = taken.double() * (squares + value).rsqrt()
+            normed = hidden.double() * (squares + value).rsqrt()
             for factor in (weight.double(), 1 + weight.double()):
-                if torch.allclose(normed * factor, given.double(), rtol=1e-4, atol=1e-6):
+                if torch.allclose(normed * factor, output.double(), rtol=1e-4, atol=1e-6):
                     return value
     return None
 
@@ -69,7 +69,7 @@ def norm_style(norm: nn.Module) -> NormStyle:
     norm: by the root of the mean square, with one weight, on any device; a copy is run.
     """
     real = copy.copy(norm)
-    real._parameters = {name: nn.Parameter(torch.empty(one.shape)) for name, one in norm.named_parameters()}
+    real._parameters = {name: nn.Parameter(torch.empty(parameter.shape)) for name, parameter in norm.named_parameters()}
     weight = next(real.parameters())
     hidden = torch.arange(1.0, weight.shape[-1] + 1)
     weight.zero_()

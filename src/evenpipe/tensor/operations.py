@@ -46,9 +46,9 @@ def gathered_products(
     exchange.arrived = None
     products = torch.ops.evenpipe.gathered_products(
         rows,
-        [one.weight for one in layers],
-        [not isinstance(one, Conv1D) for one in layers],
-        [one.bias for one in layers],
+        [layer.weight for layer in layers],
+        [not isinstance(layer, Conv1D) for layer in layers],
+        [layer.bias for layer in layers],
         _number(exchange),
     )
     return torch.ops.evenpipe.arrived_rows(rows, _number(exchange)), products
@@ -66,31 +66,33 @@ def _number(exchange: Exchange) -> int:
     return id(exchange)
 
 
-def _sum_rows(partial: Tensor, exchange: int) -> Tensor:
-    return _exchanges[exchange].scatter(partial)
+def _sum_rows(partial: Tensor, number: int) -> Tensor:
+    return _exchanges[number].scatter(partial)
 
 
-def _sum_product(hidden: Tensor, matrix: Tensor, bias: Tensor | None, exchange: int) -> Tensor:
-    found = _exchanges[exchange]
-    if found.overlap is None:
-        return found.scatter(product(hidden, matrix, bias))
-    return found.overlap.sum_products([(hidden, matrix)], bias)
+def _sum_product(hidden: Tensor, matrix: Tensor, bias: Tensor | None, number: int) -> Tensor:
+    exchange = _exchanges[number]
+    if exchange.overlap is None:
+        return exchange.scatter(product(hidden, matrix, bias))
+    return exchange.overlap.sum_products([(hidden, matrix)], bias)
 
 
 def _gathered_products(
-    rows: Tensor, weights: list[Tensor], transposed: list[bool], biases: list[Tensor | None], exchange: int
+    rows: Tensor, weights: list[Tensor], transposed: list[bool], biases: list[Tensor | None], number: int
 ) -> list[Tensor]:
-    found = _exchanges[exchange]
-    assert found.overlap is not None
-    matrices = [one.t() if turned else one for one, turned in zip(weights, transposed, strict=True)]
-    found.arrived, products = found.overlap.gather_products(rows, matrices, biases)
+    exchange = _exchanges[number]
+    assert exchange.overlap is not None
+    matrices = [
+        weight.t() if is_transposed else weight for weight, is_transposed in zip(weights, transposed, strict=True)
+    ]
+    exchange.arrived, products = exchange.overlap.gather_products(rows, matrices, biases)
     return products
 
 
-def _arrived_rows(rows: Tensor, exchange: int) -> Tensor:
-    found = _exchanges[exchange]
-    whole, found.arrived = found.arrived, None
-    return found.gather(rows) if whole is None else whole
+def _arrived_rows(rows: Tensor, number: int) -> Tensor:
+    exchange = _exchanges[number]
+    arrived, exchange.arrived = exchange.arrived, None
+    return exchange.gather(rows) if arrived is None else arrived
 
 
 own_operation("sum_rows(Tensor partial, int exchange) -> Tensor", _sum_rows)

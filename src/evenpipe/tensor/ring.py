@@ -36,19 +36,19 @@ class Ring:
     ) -> tuple[Tensor, list[Tensor]]:
         """Return all rows [n, in], gathered from [n/t, in], and their products [n, out] with [in, out], plus biases."""
         size, rank = self._exchange.size, self._exchange.rank
-        whole = rows.new_empty(size * len(rows), rows.shape[1])
-        products = [rows.new_empty(len(whole), matrix.shape[1]) for matrix in matrices]
-        pieces, parts = whole.chunk(size), [one.chunk(size) for one in products]
+        all_rows = rows.new_empty(size * len(rows), rows.shape[1])
+        products = [rows.new_empty(len(all_rows), matrix.shape[1]) for matrix in matrices]
+        pieces, output_pieces = all_rows.chunk(size), [output.chunk(size) for output in products]
         pieces[rank].copy_(rows)
         for step in range(size):
-            piece, arriving = (rank - step) % size, None
+            index, arriving = (rank - step) % size, None
             if step < size - 1:
-                arriving = self._exchange.pass_on(pieces[piece], pieces[piece - 1], "rows")
-            for matrix, bias, part in zip(matrices, biases, parts, strict=True):
-                product(pieces[piece], matrix, bias, out=part[piece])
+                arriving = self._exchange.pass_on(pieces[index], pieces[index - 1], "rows")
+            for matrix, bias, output in zip(matrices, biases, output_pieces, strict=True):
+                product(pieces[index], matrix, bias, out=output[index])
             if arriving is not None:
                 arriving.wait()
-        return whole, products
+        return all_rows, products
 
     def sum_products(
         self, pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None, rest: Tensor | None = None
@@ -56,18 +56,18 @@ class Ring:
         """Return the own rows [n/t, out] of the sum over ranks of products, bias and rest; see `Overlap`."""
         size, rank = self._exchange.size, self._exchange.rank
         factors = [(rows.chunk(size), matrix) for rows, matrix in pairs]
-        others = None if rest is None else rest.chunk(size)
+        rest_pieces = None if rest is None else rest.chunk(size)
 
-        def part(piece: int) -> Tensor:
-            (rows, matrix), *more = factors
-            total = product(rows[piece], matrix, bias)
-            for rows, matrix in more:
-                total += product(rows[piece], matrix, None)
-            return total if others is None else total.add_(others[piece])
+        def partial_sum(index: int) -> Tensor:
+            (rows, matrix), *further_factors = factors
+            total = product(rows[index], matrix, bias)
+            for rows, matrix in further_factors:
+                total += product(rows[index], matrix, None)
+            return total if rest_pieces is None else total.add_(rest_pieces[index])
 
-        total = part(rank - 1)
+        total = partial_sum(rank - 1)
         for step in range(1, size):
             arriving = self._exchange.pass_on(total, torch.empty_like(total), "sum")
-            own = part((rank - 1 - step) % size)
-            total = arriving.wait().add_(own)
+            partial = partial_sum((rank - 1 - step) % size)
+            total = arriving.wait().add_(partial)
         return total

@@ -35,13 +35,13 @@ class Summed:
         """Return the gradients [n, out] of all rows, from a rank's [n/t, out], and their product with [out, in]."""
         overlap, gradient = self._exchange.overlap, gradient.contiguous()
         if overlap is None:
-            whole = self._exchange.gather(gradient)
-            return whole, whole @ matrix
-        whole, (product,) = overlap.gather_products(gradient, [matrix], [None])
-        return whole, product
+            all_rows = self._exchange.gather(gradient)
+            return all_rows, all_rows @ matrix
+        all_rows, (product,) = overlap.gather_products(gradient, [matrix], [None])
+        return all_rows, product
 
     @torch.compiler.disable
     def sum(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """The hook of the layer: sum its output, unless that is done."""
-        done, self.result = self.result, None
-        return output if output is done else Scatter.apply(output, self._exchange)
+        result, self.result = self.result, None
+        return output if output is result else Scatter.apply(output, self._exchange)

@@ -47,14 +47,14 @@ class ThreadExchange:
     def start_scatter(self, partial: Tensor) -> Done:
         return Done(self.scatter(partial))
 
-    def pass_on(self, rows: Tensor, buffer: Tensor, what: str) -> Done:
-        return Done(buffer.copy_(self._met(what, rows.clone())[self.rank - 1]))
+    def pass_on(self, rows: Tensor, buffer: Tensor, label: str) -> Done:
+        return Done(buffer.copy_(self._met(label, rows.clone())[self.rank - 1]))
 
-    def table(self, own: Tensor) -> Tensor:
-        return torch.stack(self._met("table", own))
+    def table(self, local: Tensor) -> Tensor:
+        return torch.stack(self._met("table", local))
 
     def scatter(self, partial: Tensor) -> Tensor:
-        parts = [one.chunk(self.size)[self.rank] for one in self._met("scatter", partial)]
+        parts = [tensor.chunk(self.size)[self.rank] for tensor in self._met("scatter", partial)]
         return torch.stack(parts).sum(0)
 
     def sum(self, partial: Tensor) -> Tensor:
@@ -64,14 +64,16 @@ class ThreadExchange:
         """Let the other ranks fail instead of waiting for this one."""
         self._meeting.barrier.abort()
 
-    def _met(self, what: str, tensor: Tensor) -> list[Tensor]:
+    def _met(self, label: str, tensor: Tensor) -> list[Tensor]:
         meeting = self._meeting
-        meeting.table[self.rank] = (what, tensor.detach())
+        meeting.table[self.rank] = (label, tensor.detach())
         meeting.barrier.wait(SECONDS)
-        found = list(meeting.table)
+        entries = list(meeting.table)
         meeting.barrier.wait(SECONDS)
-        assert {(name, one.shape) for name, one in found} == {(what, tensor.shape)}, "ranks exchange different things"
-        return [one for _, one in found]
+        assert {(name, received.shape) for name, received in entries} == {(label, tensor.shape)}, (
+            "ranks exchange different things"
+        )
+        return [received for _, received in entries]
 
 
 def thread_exchanges(size: int) -> list[ThreadExchange]:

@@ -45,20 +45,20 @@ class Call:
     @property
     def hidden(self) -> list[int | str]:
         """Where the hidden states are: the arguments [batch, tokens, hidden_size] of the block's first such shape."""
-        given: dict[int | str, Any] = dict(enumerate(self.args))
-        given.update(self.kwargs.items())
-        found = [key for key, value in given.items() if is_hidden(value)]
-        return [key for key in found if given[key].shape == given[found[0]].shape]
+        arguments: dict[int | str, Any] = dict(enumerate(self.args))
+        arguments.update(self.kwargs.items())
+        candidates = [key for key, value in arguments.items() if is_hidden(value)]
+        return [key for key in candidates if arguments[key].shape == arguments[candidates[0]].shape]
 
-    def given(self, key: int | str) -> Tensor:
+    def argument(self, key: int | str) -> Tensor:
         """Return one argument."""
         return self.args[key] if isinstance(key, int) else self.kwargs[key]
 
     def with_hidden(self, change: Any) -> Call:
         """Return the same call with `change(tensor)` in place of the hidden states."""
-        places = self.hidden
-        args = tuple(change(one) if index in places else one for index, one in enumerate(self.args))
-        return Call(args, {key: change(one) if key in places else one for key, one in self.kwargs.items()})
+        hidden = self.hidden
+        args = tuple(change(value) if index in hidden else value for index, value in enumerate(self.args))
+        return Call(args, {key: change(value) if key in hidden else value for key, value in self.kwargs.items()})
 
     def of(self, block: nn.Module) -> Tensor:
         """Call a block; return its hidden states."""
@@ -116,9 +116,9 @@ def find_units(block: nn.Module, call: Call, *, passed: Collection[nn.Module] = 
     reached: dict[str, Tensor] = {}
     with _passing(passed):
         for draw in range(DRAWS):
-            one = call if draw == 0 else call.with_hidden(partial(_noise, generator=generator))
-            output, found = _reached(block, one, generator)
-            reached = {name: found[name] | reached[name] if name in reached else found[name] for name in found}
+            drawn_call = call if draw == 0 else call.with_hidden(partial(_noise, generator=generator))
+            output, tables = _reached(block, drawn_call, generator)
+            reached = {name: tables[name] | reached[name] if name in reached else tables[name] for name in tables}
     width = next(iter(reached.values())).shape[0] if reached else 0
     if not width:
         raise NoUnitsError("it has one linear layer")
@@ -178,25 +178,27 @@ def _reached(block: nn.Module, call: Call, generator: torch.Generator) -> tuple[
         raise NoUnitsError(f"it has {count(len(linear), 'linear layer')}, used {count(len(order), 'time')}")
     output = order[-1]
     last = inputs[output]
-    others = {name: outputs[name] for name in order[:-1]}
-    others |= {name: one for name, one in block.named_parameters() if one.dim() and not name.startswith(of_linear)}
-    others = {name: one for name, one in others.items() if one.requires_grad}
+    sources = {name: outputs[name] for name in order[:-1]}
+    sources |= {
+        name: tensor for name, tensor in block.named_parameters() if tensor.dim() and not name.startswith(of_linear)
+    }
+    sources = {name: tensor for name, tensor in sources.items() if tensor.requires_grad}
     weights = torch.randn(last.shape[:-1], dtype=last.dtype, generator=generator)
-    nothing = NOTHING if last.dtype == torch.float64 else NOTHING_FP32
-    sizes = {name: (one.shape[-1] if name in outputs else one.shape[0]) for name, one in others.items()}
-    found = {name: torch.zeros(last.shape[-1], size, dtype=last.dtype) for name, size in sizes.items()}
+    threshold = NOTHING if last.dtype == torch.float64 else NOTHING_FP32
+    sizes = {name: (tensor.shape[-1] if name in outputs else tensor.shape[0]) for name, tensor in sources.items()}
+    tables = {name: torch.zeros(last.shape[-1], size, dtype=last.dtype) for name, size in sizes.items()}
     if last.grad_fn is None:
         raise NoUnitsError("its last linear layer does not depend on the others")
-    together = max(1, NUMBERS // sum(one.numel() for one in (last, *others.values())))
-    for entries in torch.arange(last.shape[-1]).split(together):
+    entries_at_once = max(1, NUMBERS // sum(tensor.numel() for tensor in (last, *sources.values())))
+    for entries in torch.arange(last.shape[-1]).split(entries_at_once):
         seeds = last.new_zeros(len(entries), *last.shape)
         seeds[torch.arange(len(entries)), ..., entries] = weights
-        for name, gradient in zip(others, _gradients(last, list(others.values()), seeds), strict=True):
+        for name, gradient in zip(sources, _gradients(last, list(sources.values()), seeds), strict=True):
             if gradient is not None:
                 size = gradient.abs()
                 size = size.flatten(1, -2) if name in outputs else size.reshape(*size.shape[:2], -1).mT
-                found[name][entries] = size.amax(1)
-    return output, {name: table > nothing * table.amax() for name, table in found.items()}
+                tables[name][entries] = size.amax(1)
+    return output, {name: table > threshold * table.amax() for name, table in tables.items()}
 
 
 def _gradients(output: Tensor, inputs: list[Tensor], seeds: Tensor) -> Sequence[Tensor | None]:
@@ -224,8 +226,8 @@ def _parts(width: int, tables: Mapping[str, Tensor]) -> list[list[int]]:
     for table in tables.values():
         first: dict[int, int] = {}
         for column, entry in table.T.nonzero().tolist():
-            one, two = sorted((root(first.setdefault(column, entry)), root(entry)))
-            unit[two] = one
+            low, high = sorted((root(first.setdefault(column, entry)), root(entry)))
+            unit[high] = low
     parts: dict[int, list[int]] = {}
     for entry in range(width):
         parts.setdefault(root(entry), []).append(entry)
@@ -235,8 +237,8 @@ def _parts(width: int, tables: Mapping[str, Tensor]) -> list[list[int]]:
 def _reached_by(parts: list[list[int]], table: Tensor) -> list[list[int]]:
     """Return the columns that the rows of each part reach."""
     numbers = torch.empty(len(table), dtype=torch.int64)
-    for number, part in enumerate(parts):
-        numbers[part] = number
+    for number, entries in enumerate(parts):
+        numbers[entries] = number
     reached = numbers.new_zeros(len(parts), table.shape[1]).index_add_(0, numbers, table.long())
     columns: list[list[int]] = [[] for _ in parts]
     for number, column in reached.nonzero().tolist():
@@ -246,16 +248,16 @@ def _reached_by(parts: list[list[int]], table: Tensor) -> list[list[int]]:
 
 def _segments(name: str, of_unit: list[list[int]], length: int) -> tuple[int, ...]:
     """Return the lengths of the segments that entries, given by unit, lie in."""
-    starts = [entry for place, entry in enumerate(of_unit[0]) if place == 0 or of_unit[0][place - 1] != entry - 1]
-    stops = [entry + 1 for place, entry in enumerate(of_unit[0]) if of_unit[0][place + 1 : place + 2] != [entry + 1]]
+    starts = [entry for index, entry in enumerate(of_unit[0]) if index == 0 or of_unit[0][index - 1] != entry - 1]
+    stops = [entry + 1 for index, entry in enumerate(of_unit[0]) if of_unit[0][index + 1 : index + 2] != [entry + 1]]
     widths = [stop - start for start, stop in zip(starts, stops, strict=True)]
-    for number, held in enumerate(of_unit):
+    for number, entries in enumerate(of_unit):
         expected = [
             entry
             for start, width in zip(starts, widths, strict=True)
             for entry in range(start + number * width, start + (number + 1) * width)
         ]
-        if held != expected:
+        if entries != expected:
             raise NoUnitsError(f"the units of {name} are not alike")
     if sum(widths) * len(of_unit) != length:
         raise NoUnitsError(f"some entries of {name} belong to no unit")
