@@ -1,1 +1,1 @@
-"""The attention of models whose sequences are in pieces: on several processes, or one after the other."""
+"""Attention for models whose sequences are split into pieces, across processes or one after the other."""

@@ -1,7 +1,7 @@
-"""Which keys a block of queries looks at: all of a range, each those up to its own place, or some.
+"""Which keys a block of queries attends to: an entire range, for each query the keys up to its position, or some.
 
-Attention under a causal mask is made of the first two, for any order of tokens, documents that are kept apart and
-padding. They need no mask: torch's kernel for CPUs is as fast with them as with whole causal rows.
+Causal attention consists of the first two kinds only, for any order of tokens, separate documents and padding. They
+need no mask: torch's kernel for CPUs is as fast with them as with entire causal rows.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 
 
 class KeyRange(NamedTuple):
-    """A range of keys that a block of queries looks at."""
+    """A range of keys that a block of queries attends to."""
 
     keys: slice
     how: Literal["all", "diagonal", "some"]
-    """Every query sees all of them; each sees as many as its number in the block, and itself; or it takes a mask."""
+    """Every query sees all keys; query i of the block sees keys 0 to i; or a mask is needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some queries, and all that they look at."""
+    """A block of queries, and all keys that they attend to."""
 
     sequences: slice
     """Rows of the microbatch."""
@@ -34,33 +34,33 @@ class Block:
 
 
 class _Run(NamedTuple):
-    """Neighbours that follow each other in the row too, of one document."""
+    """Adjacent tokens of one document that are also adjacent in the row."""
 
     start: int
     stop: int
     position: int
-    """Of the first one, in the row."""
+    """Position of the first token in the row."""
     document: int
 
     @property
     def end(self) -> int:
-        """Place behind the last one."""
+        """Position after the last token."""
         return self.position + self.stop - self.start
 
     def between(self, start: int, end: int) -> slice:
-        """Return the indices of those whose places are in [place, end)."""
+        """Return the indices of the tokens with positions in [start, end)."""
         first, last = max(start, self.position), min(end, self.end)
         return slice(self.start + first - self.position, self.start + last - self.position)
 
 
 def causal_blocks(queries: Tensor, keys: Tensor, documents: Tensor | None, valid: Tensor | None) -> list[Block]:
-    """Return blocks of queries that look at themselves and at the keys before them.
+    """Return blocks of queries that attend to themselves and to the keys before them.
 
     Args:
-        queries: [q], their places in the row. They are among the keys.
-        keys: [k], likewise.
-        documents: [batch, row]: number of each token's document, if they do not see each other.
-        valid: [batch, row]: false for keys that nobody sees.
+        queries: [q], positions of the queries in the row; a subset of `keys`.
+        keys: [k], positions of the keys.
+        documents: [batch, row]: index of each token's document, if documents do not see each other.
+        valid: [batch, row]: false for keys that no query sees.
     """
     per_row = documents if documents is not None else valid
     if per_row is None:
@@ -76,22 +76,22 @@ def causal_blocks(queries: Tensor, keys: Tensor, documents: Tensor | None, valid
 
 
 def _runs(positions: Tensor, documents: Tensor | None, valid: Tensor | None) -> list[_Run]:
-    """Return the runs of valid places. documents, valid: of all places of one row."""
-    numbers = torch.zeros_like(positions) if documents is None else documents[positions]
+    """Return the runs of valid positions. documents, valid: for all positions of a row."""
+    document_indices = torch.zeros_like(positions) if documents is None else documents[positions]
     visible = torch.ones_like(positions, dtype=torch.bool) if valid is None else valid[positions]
-    goes_on = (positions.diff() == 1) & (numbers.diff() == 0) & (visible[1:] == visible[:-1])
+    goes_on = (positions.diff() == 1) & (document_indices.diff() == 0) & (visible[1:] == visible[:-1])
     starts = [0, *(goes_on.logical_not().nonzero().flatten() + 1).tolist()]
     stops = [*starts[1:], len(positions)]
-    of_starts = (values[starts].tolist() for values in (positions, numbers, visible))
+    values_at_starts = (values[starts].tolist() for values in (positions, document_indices, visible))
     return [
         _Run(start, stop, position, document)
-        for start, stop, position, document, is_visible in zip(starts, stops, *of_starts, strict=True)
+        for start, stop, position, document, is_visible in zip(starts, stops, *values_at_starts, strict=True)
         if is_visible
     ]
 
 
 def _blocks(sequences: slice, queries: Sequence[_Run], keys: Sequence[_Run]) -> list[Block]:
-    """Return blocks that lie inside of runs of keys, or outside of all."""
+    """Return blocks that lie entirely inside or entirely outside of each run of keys."""
     blocks = []
     for run in queries:
         bounds = (bound for key in keys for bound in (key.position, key.end))
@@ -103,7 +103,7 @@ def _blocks(sequences: slice, queries: Sequence[_Run], keys: Sequence[_Run]) -> 
 
 
 def _key_ranges(start: int, end: int, keys: Iterable[_Run]) -> list[KeyRange]:
-    """Return what queries of the places [start, end) look at."""
+    """Return the keys that queries at positions [start, end) attend to."""
     result: list[KeyRange] = []
     for run in keys:
         if run.position < start:

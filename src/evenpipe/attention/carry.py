@@ -1,17 +1,17 @@
-"""Sequence slices: keys and values of earlier slices of a sequence, and the gradients that later slices owe them.
+"""Sequence slices: keys and values of earlier slices of a sequence, and the gradients that later slices add to them.
 
-A carry belongs to one stage and one sequence. Its forwards go from the first slice to the last and write what they
-make; its backwards go from the last to the first, and each adds its gradients to all keys that its queries saw. So when
-slice j is reached, all later slices have been there, and the gradient of its own keys is complete:
+A carry belongs to one stage and one sequence. Forwards run from the first slice to the last and write their keys;
+backwards run from the last to the first, and each adds gradients to all keys that its queries saw. When the backward
+reaches slice j, all later slices are done, so the gradient of the slice's own keys is complete:
 
     F 0   F 1   F 2 ...   keys [0, end of the slice)
     B 2   B 1   B 0       gradients [0, end): add; [start, end): take
 
-The gradient reaches a slice's keys inside that slice's own graph, and nothing is stored twice: later slices see the
+The gradient reaches a slice's keys within that slice's own graph, and nothing is stored twice: later slices read the
 same buffer. TeraPipe (arXiv 2102.07988) introduced such slices.
 
-So a layer runs on all slices of a sequence or on none. Where gradients do not reach it, they do so for no slice, or for
-the last ones only: a slice cannot hand on gradients that later ones owe to its keys, if nothing depends on it.
+A layer must therefore run on all slices of a sequence or on none. If gradients do not reach it in some slice, they must
+not reach it in any later slice either: a slice on which nothing depends cannot pass on the gradients of its keys.
 """
 
 from __future__ import annotations
@@ -26,47 +26,47 @@ from evenpipe.errors import InputError
 
 
 class Carry:
-    """Of one sequence in one stage."""
+    """Keys, values and gradients of one sequence in one stage."""
 
     def __init__(self, ends: Sequence[int]) -> None:
-        """ends: number of tokens of the sequence up to the end of each slice."""
+        """ends: for each slice, the number of tokens of the sequence up to its end."""
         self.ends = tuple(ends)
         self._keys: dict[int, Keys] = {}
         self._gradients: dict[int, Keys] = {}
         self._layers: set[int] = set()
-        """That run on slice 0."""
+        """Layers that run on slice 0."""
         self._reached: dict[int, int] = {}
-        """By layer, the slice whose backward came last."""
+        """By layer, the slice whose backward ran last."""
 
     def slice(self, index: int, within: Exchange) -> CarriedSlice:
-        """Return the exchange of one slice. within: that of the slice, before the carry."""
+        """Return the exchange of a slice. within: the exchange inside the slice, which comes before the carry."""
         return CarriedSlice(self, index, within)
 
     def end_backward(self, index: int) -> None:
-        """End the backward of a slice in the stage. Raises InputError if gradients of its keys are lost."""
+        """End the backward of a slice in the stage. Raises InputError if gradients of its keys were lost."""
         lost = [layer for layer in self._gradients if self._reached[layer] != index]
         if lost:
             raise self._uneven(lost[0], f"gradients do not reach it in slice {index}, and do in a later one")
         if not index:  # without gradients, layers have kept their keys until now
             self._keys.clear()
 
-    def _uneven(self, layer: int, how: str) -> InputError:
+    def _uneven(self, layer: int, reason: str) -> InputError:
         return InputError(
-            f"slices: {len(self.ends)}, but layer {layer} does not treat all slices of a sequence alike: {how};"
+            f"slices: {len(self.ends)}, but layer {layer} does not treat all slices of a sequence alike: {reason};"
             " expected 1 for layers that are skipped, or stop gradients, by chance or by what they read"
         )
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is kept: all backwards are done, or nothing was begun."""
+        """Whether nothing is stored: all backwards are done, or no forward has run."""
         return not self._keys and not self._gradients
 
 
 class Carries:
-    """Of one sequence in all stages of a process."""
+    """The carries of one sequence in all stages of a process."""
 
     def __init__(self, ends: Sequence[int]) -> None:
-        """ends: as of `Carry`."""
+        """ends: as for `Carry`."""
         self._ends = ends
         self._by_stage: dict[int, Carry] = {}
 
@@ -94,10 +94,10 @@ class CarriedSlice:
         self._end = carry.ends[index]
         self._own = slice(0 if index == 0 else carry.ends[index - 1], self._end)
         self._ran: set[int] = set()
-        """Layers of this slice."""
+        """Layers that ran on this slice."""
 
     def keys(self, layer: int, key: Tensor, value: Tensor) -> Keys:
-        """Write the slice's keys, and return those of all slices up to it. A repeated forward writes the same."""
+        """Store the slice's keys, and return those of all slices up to it. A repeated forward stores the same."""
         buffers, length = self._carry._keys, self._carry.ends[-1]
         self._ran.add(layer)
         new = self._within.keys(layer, key, value)
@@ -109,7 +109,7 @@ class CarriedSlice:
         return self.again(layer)
 
     def end_forward(self) -> None:
-        """Raise InputError if the first slice has run other layers than this one."""
+        """Raise InputError if this slice has run other layers than the first one."""
         if not self._index:
             self._carry._layers = self._ran
         for layer in self._ran ^ self._carry._layers:

@@ -1,10 +1,10 @@
-"""Checks on a small copy, in one process, that a model computes the same when its rows are in pieces, and that
+"""Checks on a small copy, in one process, that a model computes the same when its rows are split into pieces, and that
 documents that share a row do not see each other.
 
-The copy runs on whole rows, and the keys and values of every layer are recorded. Then each piece runs alone, with the
-recorded keys and values of the others: what it computes must be its part of the whole. So whatever else looks at other
-tokens (convolutions, recurrences, positions that are counted and not given) is found. A row of documents that are kept
-apart must be what the copy computes for each of them alone.
+The copy runs on whole rows, and the keys and values of every layer are recorded. Then each piece runs separately, with
+the recorded keys and values of the others, and must give its part of the result for the whole row. This detects any
+other dependence between tokens (convolutions, recurrences, positions that are counted instead of passed). A row of
+separate documents must give what the copy computes for each document alone.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from evenpipe.model.structure import first_line
 BATCH, ROW = 2, 24
 SLICES = (7, 9, 8)
 CHUNKS = (5, 5, 6, 8)
-"""Of two processes: the first and the last, and the others. Some rotary tables change after `FEW_TOKENS` = 16."""
+"""One of two processes has the first and last chunk. Some rotary tables change after `FEW_TOKENS` = 16."""
 RESTARTS = ((14,), (10, 22))
-"""Places of the later documents of packed rows; none is longer than `FEW_TOKENS`."""
+"""Positions where further documents of packed rows begin; no document is longer than `FEW_TOKENS`."""
 PADDED = 2
-"""Tokens of padding: fewer than a window, beyond which some families make NaN in fp64."""
+"""Tokens of padding: fewer than a window, since with more some families produce NaN in fp64."""
 PLAIN = "plain modules do not say where they attend to other tokens, expected"
-"""Begins the sentence that refuses them; what is accepted follows."""
+"""Start of the sentence that rejects plain modules; the accepted value follows."""
 
 
 def check_pieces(description: Description, option: str, *, slices: bool, apart: bool = False) -> None:
-    """Compare a small copy of a model on pieces of rows with itself on whole rows. Takes about a second on a CPU.
+    """Compare a small copy of a model on pieces of rows with the same copy on whole rows, in about a second on a CPU.
 
     Args:
-        option: what needs it, for messages.
-        slices: pieces follow one after the other; else they are on several processes, each in two chunks.
+        option: the option that requires the check, for messages.
+        slices: pieces run one after the other; otherwise they are on several processes, each with two chunks.
         apart: documents of a row do not see each other.
 
     Raises:
-        InputError: one sentence: the pieces would compute something else, or do not run.
+        InputError: the pieces do not run, or would compute something else; the message is one sentence.
     """
     refuse = f"{description.architecture} cannot be trained with {option}:"
     with _whole_rows(description, refuse, f"{option}: {PLAIN} 1", "pieces of sequences") as reference:
@@ -64,12 +64,12 @@ def check_pieces(description: Description, option: str, *, slices: bool, apart: 
 
 
 def needs_our_attention(description: Description, *, on_gpu: bool = False) -> bool:
-    """Return whether evenpipe's attention has to keep documents of a row apart: if the model's own does not, and on a
-    GPU, where its own would do so by a mask of all pairs, wherever ours computes the same. Runs a small copy, which
-    takes about a second on a CPU.
+    """Return whether evenpipe's attention has to separate the documents of a row: if the model's own does not, or on a
+    GPU, where the model's would need a mask of all pairs, if ours computes the same. Runs a small copy, which takes
+    about a second on a CPU.
 
     Raises:
-        InputError: one sentence: evenpipe's attention does not keep them apart either.
+        InputError: evenpipe's attention does not separate them either; the message is one sentence.
     """
     setting = 'documents = "separate", only with "joined" (data.documents of a configuration)'
     refuse = f"{description.architecture} cannot be trained with {setting}:"
@@ -97,9 +97,9 @@ def _whole_rows(description: Description, refuse: str, plain: str, runs_on: str)
     """Provide a small copy that takes position ids, on whole rows.
 
     Args:
-        refuse: what the sentence of any error inside begins with.
+        refuse: start of the sentence of any error raised inside.
         plain: the same for plain modules.
-        runs_on: what the copy is for.
+        runs_on: what the copy runs on, for messages.
     """
     if description.config is None:
         raise InputError(f"{plain} with them.")
@@ -112,13 +112,13 @@ def _whole_rows(description: Description, refuse: str, plain: str, runs_on: str)
             yield copy.once(_WholeRows, partial(_WholeRows, small, copy.dtype))
         except InputError as error:
             raise InputError(f"{refuse} {error}") from None
-        except Exception as error:  # families raise many types when a mask is no tensor, or lengths differ
-            told = f"{type(error).__name__}: {first_line(error)}"
-            if f"'{Mask.__name__}'" in told:
+        except Exception as error:  # families raise many types if a mask is not a tensor, or lengths differ
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            if f"'{Mask.__name__}'" in cause:
                 raise InputError(
                     f"{refuse} it computes attention in a way of its own, not transformers' one."
                 ) from error
-            raise InputError(f"{refuse} a small copy of it does not run on {runs_on} ({told}).") from error
+            raise InputError(f"{refuse} a small copy of it does not run on {runs_on} ({cause}).") from error
 
 
 def _refuse_dropout(description: Description) -> None:
@@ -128,7 +128,7 @@ def _refuse_dropout(description: Description) -> None:
 
 
 def attention_dropout(description: Description) -> list[tuple[str, float]]:
-    """Return what a model's config says of weights that its attention drops, name and share."""
+    """Return the attention dropout settings of a model's config that are not 0, as (name, probability)."""
     assert description.config is not None
     values = vars(description.config.get_text_config()).items()
     return [
@@ -144,12 +144,12 @@ class _Row:
 
     @cached_property
     def documents(self) -> Tensor | None:
-        """As `documents_of`; with padding there is one."""
+        """As `documents_of`; None with padding."""
         return documents_of(self.positions) if self.mask is None else None
 
 
 def _rows(small: Description) -> Iterator[_Row]:
-    """Yield rows of one document, of several, and with padding."""
+    """Yield rows with one document, with several, and with padding."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, small.vocabulary_size, (BATCH, ROW), generator=generator)
     positions = torch.arange(ROW).expand(BATCH, -1)
@@ -166,7 +166,7 @@ def _rows(small: Description) -> Iterator[_Row]:
 
 
 def _pieces(slices: bool) -> list[tuple[Tensor, Tensor]]:
-    """Return the places of the queries and of the keys of each piece."""
+    """Return the positions of the queries and keys of each piece."""
     every = torch.arange(ROW)
     if slices:
         return [(queries, every[: queries[-1] + 1]) for queries in every.split(SLICES)]
@@ -175,12 +175,12 @@ def _pieces(slices: bool) -> list[tuple[Tensor, Tensor]]:
 
 
 class _WholeRows:
-    """What a small copy computes on whole rows, each result computed once."""
+    """Results of a small copy on whole rows, each computed once."""
 
     def __init__(self, small: Description, dtype: torch.dtype) -> None:
         self.rows = list(_rows(small))
         parameters = {id(parameter): parameter for parameter in small.model.parameters()}
-        # Copied, since long rows change rotary tables.
+        # Copies, since long rows change rotary tables.
         self._theirs, self._ours = (copied(small.model, dict(parameters)) for _ in range(2))
         adopt(self._ours)
         self._dtype = dtype
@@ -193,8 +193,8 @@ class _WholeRows:
         return tolerance(self._dtype, rounds=contains_cast(_logits(self._theirs, self.rows[0])))
 
     def logits(self, row: _Row, *, separate: bool) -> Tensor:
-        """Return the logits [batch, row, vocabulary] of the family's own attention, with `separate` those of documents
-        that run one by one."""
+        """Return the logits [batch, row, vocabulary] of the family's own attention; with `separate`, each document runs
+        alone."""
         one_by_one = separate and row.documents is not None
         if (row, one_by_one) not in self._logits:
             with torch.no_grad():
@@ -202,8 +202,7 @@ class _WholeRows:
         return self._logits[row, one_by_one]
 
     def keys(self, row: _Row, *, separate: bool) -> Recorded:
-        """Return the keys and values of every layer. Raises InputError if evenpipe's attention computes something
-        else."""
+        """Return the keys and values of every layer. Raises InputError if evenpipe's attention gives another result."""
         if (row, separate) not in self._keys:
             every, recorded = torch.arange(ROW), Recorded()
             subject = "a document beside others" if separate and row.documents is not None else "its attention"
@@ -214,7 +213,7 @@ class _WholeRows:
     def compare(
         self, subject: str, row: _Row, queries: Tensor, keys: Tensor, exchange: Exchange, *, separate: bool
     ) -> None:
-        """Raise InputError if evenpipe's attention of some tokens computes something else."""
+        """Raise InputError if evenpipe's attention gives another result for some tokens."""
         valid = None if row.mask is None else row.mask.bool()
         sight = Sight(queries, keys, exchange, ROW, row.positions, row.documents, valid, apart=separate)
         local_row = _Row(row.tokens[:, queries], row.positions[:, queries])
@@ -240,7 +239,7 @@ def _logits(model: Any, row: _Row) -> Tensor:
 
 
 def _logits_alone(model: Any, row: _Row) -> Tensor:
-    """Return the logits of rows whose documents run one by one."""
+    """Return the logits of rows, running each document alone."""
     assert row.documents is not None
     logits = []
     for tokens, positions, documents in zip(row.tokens, row.positions, row.documents, strict=True):
@@ -254,7 +253,7 @@ def _logits_alone(model: Any, row: _Row) -> Tensor:
 
 @dataclass(slots=True)
 class Recorded(Alone):
-    """Keeps the keys and values of every layer on whole rows."""
+    """Records the keys and values of every layer on whole rows."""
 
     by_layer: dict[int, Keys] = field(default_factory=dict)
 
@@ -266,7 +265,7 @@ class Recorded(Alone):
 
 
 class Others(Alone):
-    """The keys of a piece, and the recorded ones of all others."""
+    """The keys of a piece, and the recorded keys of all others."""
 
     def __init__(self, recorded: Recorded, queries: Tensor, length: int) -> None:
         self._recorded, self._queries, self._length = recorded, queries, length

@@ -1,11 +1,11 @@
-"""Attention on pieces and on separate documents by torch's FlashAttention kernel on NVIDIA GPUs, without masks.
+"""Attention on pieces and separate documents with torch's FlashAttention kernel on NVIDIA GPUs, without masks.
 
 The kernel takes a packed batch of sequences of any lengths. If a sequence has more keys than queries, its causal mask
-is aligned at the end (bottom-right): the last query sees all keys. So a block of queries becomes such a sequence, whose
-keys are those that it sees: first all that lie before the block, then those of the block itself.
+is aligned at the end (bottom-right): the last query sees all keys. So each block of queries becomes such a sequence,
+with the keys that it sees: first all keys before the block, then the keys of the block.
 
-Blocks of a slice, or of documents, share no keys and go into one call. Chunks of one document on a context rank do
-share keys, whose gradients would be written twice: every chunk goes into a call of its own (a `Round`).
+Blocks of a slice, or of documents, share no keys and are computed in one call. Chunks of a document on a context rank
+do share keys, whose gradients would be written twice, so each chunk is computed in a separate call (a `Round`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from evenpipe.attention.blocks import causal_blocks
 from evenpipe.vocabulary.copies import to_device
 
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
-"""Sizes of heads that the kernel takes."""
+"""Largest head size of the kernel, and the number that head sizes must be a multiple of."""
 DTYPES = (torch.bfloat16, torch.float16)
 OLDEST_GPU = (8, 0)
-"""Compute capability: Ampere."""
+"""Oldest supported compute capability: Ampere."""
 FEW = 2
-"""Rounds whose gradients are added in their own dtype."""
+"""Largest number of rounds whose gradients are added in their own dtype."""
 
 
 class Index(NamedTuple):
-    """Tokens of a tensor [batch, heads, tokens, size]."""
+    """Indices of tokens in a tensor [batch, heads, tokens, size]."""
 
     rows: Tensor
     """[n] int64"""
@@ -40,32 +40,32 @@ class Index(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One call of the kernel: blocks of queries, and the keys that they see, no key twice."""
+    """A call of the kernel: blocks of queries and the keys that they see, each key at most once."""
 
     queries: Index | None
-    """None: all tokens in their order."""
+    """None: all tokens in order."""
     keys: Index | None
     query_ends: Tensor
-    """[blocks + 1] int32: 0, and the number of queries up to the end of each block."""
+    """[blocks + 1] int32: 0, then the number of queries up to the end of each block."""
     key_ends: Tensor
-    """The same of keys."""
+    """The same for keys."""
     most_queries: int
-    """Of a block, and at least 2: the kernel treats single queries in a way of its own, which has no backward."""
+    """Most queries of a block, and at least 2: the kernel has a special case for single queries, without backward."""
     most_keys: int
     total_keys: int
     causal: bool
-    """Whether the last keys of a block are those of its own queries; otherwise every query sees all keys."""
+    """Whether the last keys of a block belong to its queries; otherwise every query sees all keys."""
 
 
 @dataclass
 class _Collected:
-    """Blocks of a round."""
+    """The blocks of a round, while rounds are formed."""
 
     causal: bool
     reached: dict[int, int] = field(default_factory=dict)
-    """By row, the end of its last keys."""
+    """By row, the end of the last keys in this round."""
     queries: list[tuple[int, slice]] = field(default_factory=list)
-    """Of each block its row, and its queries in the order of their places."""
+    """For each block, its row and its queries, sorted by position."""
     keys: list[list[tuple[int, slice]]] = field(default_factory=list)
     """The same for each range of keys of each block."""
 
@@ -82,7 +82,7 @@ def rounds_of(
     """Return the calls that compute causal attention.
 
     Args:
-        queries, keys, documents, valid: as of `causal_blocks`, on the host.
+        queries, keys, documents, valid: as for `causal_blocks`, on the host.
     """
     of_queries, of_keys = queries.argsort(), keys.argsort()  # so that blocks are as long as possible
     collected: list[_Collected] = []
@@ -104,7 +104,7 @@ def rounds_of(
             target.queries.append((row, block.queries))
             target.keys.append([(row, key_range.keys) for key_range in block.key_ranges])
     rounds = [_round(blocks, of_queries, of_keys, batch, torch_device) for blocks in collected]
-    # The first one needs no sum of gradients: best if it has most keys.
+    # The gradients of the first round need no addition: best if it has the most keys.
     return sorted(rounds, key=lambda call: call.total_keys, reverse=True)
 
 
@@ -136,7 +136,7 @@ def _ends(lengths: Sequence[int]) -> Tensor:
 
 
 def fits(query: Tensor, value: Tensor) -> bool:
-    """Return whether the kernel takes tensors of these dtypes and sizes, on the GPU that they are on."""
+    """Return whether the kernel supports these dtypes and sizes on the GPU of the tensors."""
     size = query.shape[-1]
     if query.is_cuda and torch.cuda.get_device_capability(query.device) < OLDEST_GPU:
         return False
@@ -144,22 +144,21 @@ def fits(query: Tensor, value: Tensor) -> bool:
 
 
 class Rounds(NamedTuple):
-    """The calls that compute all queries of a pass."""
+    """The calls that compute attention for all queries of a pass."""
 
     rounds: Sequence[Round]
     window: int | None
-    """Keys that a query sees at most, itself included; None: no limit."""
+    """Most keys that a query sees, including itself; None: no limit."""
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float | None
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return what queries attend to, [batch, heads, tokens, size of values], and the logarithms of the sums of
-        exponentials of each round.
+        """Return the result of attention [batch, heads, tokens, size of values], and the log-sum-exp of each round.
 
         Args:
             query: [batch, heads, tokens, size].
             keys, values: [batch, heads of keys, keys, size]; values may have a smaller size.
-            scale: of products of queries and keys; None: one over the root of their size.
+            scale: factor of the products of queries and keys; None: 1 / sqrt(size).
         """
         batch, heads, tokens, _ = query.shape
         size, values = values.shape[-1], padded(values, query)
@@ -193,16 +192,16 @@ class Rounds(NamedTuple):
         scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of queries, keys and values, given that of `result`. Those of keys and values are fp32
-        if more than `FEW` rounds add to them.
+        if there are more than `FEW` rounds.
 
         Args:
-            query, keys, values, scale: as of `attend`.
-            result, sums: what it returned.
+            query, keys, values, scale: as for `attend`.
+            result, sums: returned by `attend`.
         """
         batch, size = len(query), values.shape[-1]
         gradient, values, result = (padded(tensor, query) for tensor in (gradient, values, result))
         dtype = query.dtype if len(self.rounds) <= FEW else torch.promote_types(query.dtype, torch.float32)
-        seed = query.new_zeros(2, dtype=torch.uint64)  # of the dropout that there is not
+        seed = query.new_zeros(2, dtype=torch.uint64)  # for dropout, which is not used
         totals: Sequence[Tensor] = ()
         for call, of_round in zip(self.rounds, sums, strict=True):
             gradients = torch.ops.aten._flash_attention_backward(
@@ -218,13 +217,13 @@ class Rounds(NamedTuple):
                 of_query, of_keys, of_values = (_whole(tensor, batch) for tensor in gradients)
                 return of_query, of_keys, of_values[..., :size]
             is_first = not totals
-            if is_first:  # only now: the copies of keys and values are gone
-                totals = torch.zeros_like(query), *(torch.zeros_like(each, dtype=dtype) for each in (keys, values))
+            if is_first:  # not earlier: by now the copies of keys and values are freed
+                totals = torch.zeros_like(query), *(torch.zeros_like(like, dtype=dtype) for like in (keys, values))
             _write(totals[0], call.queries, gradients[0], batch)
             for total, tensor in zip(totals[1:], gradients[1:], strict=True):
                 (_write if is_first else _add)(total, call.keys, tensor, batch)
             del gradients, tensor
-        of_query, of_keys, of_values = totals or (torch.zeros_like(each) for each in (query, keys, values))
+        of_query, of_keys, of_values = totals or (torch.zeros_like(like) for like in (query, keys, values))
         return of_query, of_keys, of_values[..., :size]
 
     @property
@@ -245,7 +244,7 @@ def _write(tensor: Tensor, index: Index | None, values: Tensor, batch: int) -> N
 
 
 def _add(tensor: Tensor, index: Index | None, values: Tensor, batch: int) -> None:
-    """Add to tokens, each of which is there once."""
+    """Add to tokens, each of which occurs once in `index`."""
     if index is None:
         tensor += _whole(values, batch)
     else:
@@ -253,11 +252,11 @@ def _add(tensor: Tensor, index: Index | None, values: Tensor, batch: int) -> Non
 
 
 def _whole(tensor: Tensor, batch: int) -> Tensor:
-    """Return [batch, heads, tokens, size] of all tokens in their order."""
+    """Return [batch, heads, tokens, size] of all tokens in order."""
     return tensor.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
 def padded(rows: Tensor, query: Tensor) -> Tensor:
-    """Return rows as wide as queries: the kernel knows one size."""
-    missing = query.shape[-1] - rows.shape[-1]
-    return functional.pad(rows, (0, missing)) if missing else rows
+    """Return rows padded to the size of queries: the kernel supports a single size."""
+    padding = query.shape[-1] - rows.shape[-1]
+    return functional.pad(rows, (0, padding)) if padding else rows

@@ -1,14 +1,15 @@
-"""The attention of evenpipe: any family's own attention, on the keys of other pieces too, and of no other document.
+"""The attention of evenpipe: any family's attention, extended to the keys of other pieces, within separate documents.
 
-`adopt` makes a model call `attention` and `mask` in place of what its config named. There are three ways:
+`adopt` makes a model call `attention` and `mask` instead of the functions that its config names. There are three
+implementations:
 
-    _Kernel  on a CPU, and _Flash on an NVIDIA GPU, where the config names a fused kernel and the layer asks for nothing
-             else: save queries, own keys and values, result and log-sum-exp; blocks of queries look only at the keys
-             that they may see. On a GPU of masks that are causal, perhaps with a window, in bf16 or fp16.
-    _Again   everything else: saves queries, own keys and values, and the backward runs the function again, on a GPU
-             FlexAttention, with a mask by blocks, where the config names a fused kernel (for fp32, chunks, windows
-             beside padding and, with "flex_attention", soft-caps and sinks); else the family's own with a mask of all
-             pairs (attention written in Python, fp64)
+    _Kernel  on a CPU, and _Flash on an NVIDIA GPU, if the config names a fused kernel and the layer needs nothing else:
+             save queries, local keys and values, result and log-sum-exp; blocks of queries attend only to keys that
+             they see. On a GPU for masks that are causal, optionally with a window, in bf16 or fp16.
+    _Again   everything else: saves queries, local keys and values, and the backward runs the function again. If the
+             config names a fused kernel, this is FlexAttention with a block mask on a GPU (for fp32, chunks, windows
+             with padding and, with "flex_attention", soft-caps and sinks); otherwise the family's function with a mask
+             of all pairs (attention written in Python, fp64)
 
 All save through `save_for_backward`, so that checkpointing and offload see every tensor, and keep no mask.
 """
@@ -38,18 +39,18 @@ from evenpipe.model.stage import Stage
 NAME = "evenpipe"
 _INNER = "_evenpipe_inner_attention"
 _EAGER = "eager_attention_forward"
-"""A family's own function, in the module of its layers."""
+"""Name of a family's own function, in the module that defines its layers."""
 _OF_THE_KERNEL = frozenset({"scaling", "sliding_window", "position_ids", "use_cache", "is_causal"})
-"""Arguments that the kernels honour, or that the mask has in it. With any other one, such as the sinks of gpt-oss,
-the family's own function runs."""
+"""Arguments that the kernels support, or that the mask already contains. With any other argument, such as the sinks of
+gpt-oss, the family's own function runs."""
 _FUSED = re.compile("sdpa|flex_attention|.*flash.*")
-"""Names of implementations that compute the same from these arguments: any of our kernels may take their place."""
+"""Names of implementations that compute the same with these arguments: any of our kernels may replace them."""
 _TAKES_BLOCKS, _TAKES_NO_PAIRS = "flex_attention", re.compile("flex_attention|.*flash.*")
-"""The implementation that takes a mask by blocks, and those that take no mask of all pairs."""
+"""The implementation that takes a block mask, and those that do not take a mask of all pairs."""
 
 
 class OwnAttention:
-    """The `LayerTransform` that lets our attention run, on shares of sequences and documents that are kept apart."""
+    """The `LayerTransform` that installs our attention, for pieces of sequences and separate documents."""
 
     def apply(self, model: nn.Module, layers: Mapping[int, nn.Module]) -> None:
         assert isinstance(model, Stage)
@@ -57,7 +58,7 @@ class OwnAttention:
 
 
 def adopt(model: nn.Module) -> None:
-    """Make all attention layers of a model call `attention`, and its forward `mask`. Its configs must be its own."""
+    """Make all attention layers of a model call `attention`, and its forward `mask`. It must not share its configs."""
     inner: dict[int, tuple[PreTrainedConfig, str]] = {}
     for module in model.modules():
         if depends_on_length(module):
@@ -65,7 +66,7 @@ def adopt(model: nn.Module) -> None:
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig) and config._attn_implementation not in (None, NAME):
             inner[id(config)] = config, config._attn_implementation
-    for config, name in inner.values():  # only now: setting one of these sets those that are parts of it, too
+    for config, name in inner.values():  # not earlier: setting one of these also sets its sub-configs
         setattr(config, _INNER, name)
         config._attn_implementation = NAME
 
@@ -79,10 +80,10 @@ def mask(
     use_vmap: bool = False,
     **unused: Any,
 ) -> Mask:
-    """Return what attention layers get in place of a mask; arguments as transformers gives them.
+    """Return the `Mask` for attention layers; transformers calls this with its own arguments.
 
     Raises:
-        InputError: the family's mask is a function of local places.
+        InputError: the family's mask is a function of local positions.
     """
     sight = current()
     assert sight is not None, "the model's forward runs outside of `seeing`"
@@ -97,16 +98,16 @@ def mask(
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend to all keys that `attention_mask.sight` has, as the family would.
+    """Attend to all keys of `attention_mask.sight`, as the family would.
 
     Args:
-        query, key, value: [batch, heads, tokens, size], with positions in them; keys and values may have fewer heads.
-        options: what else the family passes on.
+        query, key, value: [batch, heads, tokens, size], with position embeddings; keys and values may have fewer heads.
+        options: further arguments of the family.
 
-    Returns: [batch, tokens, heads, size], and no weights.
+    Returns: [batch, tokens, heads, size], and None for the attention weights.
 
     Raises:
-        InputError: the layer has no mask of ours, or drops weights of attention.
+        InputError: the mask is not ours, or the layer has attention dropout.
     """
     if not isinstance(attention_mask, Mask):
         raise InputError("its attention gets no mask that transformers made.")
@@ -138,14 +139,14 @@ class Call(NamedTuple):
     exchange: Exchange
     layer: int
     inner: _Inner
-    """What the family would call."""
+    """The function that the family would call."""
 
 
 # --- torch's kernels -------------------------------------------------------------------------------------------------
 
 
 class _Flash(torch.autograd.Function):
-    """Fused attention on an NVIDIA GPU, all blocks of queries in few calls."""
+    """Fused attention on an NVIDIA GPU: all blocks of queries in a few calls."""
 
     @staticmethod
     def fits(query: Tensor, value: Tensor, mask: Mask) -> bool:
@@ -169,12 +170,12 @@ class _Flash(torch.autograd.Function):
         of_query, *of_keys_and_values = call.mask.rounds.gradients(
             gradient, query, keys, values, result=result, sums=sums, scale=call.inner.scale
         )
-        del keys, values  # before gradients travel
+        del keys, values  # freed before gradients are sent
         return of_query, *call.exchange.gradients(call.layer, *of_keys_and_values, query.dtype), None
 
 
 class _Kernel(torch.autograd.Function):
-    """Fused attention on a CPU, block of queries by block, and what they look at one after the other."""
+    """Fused attention on a CPU, in a loop over blocks of queries and the key ranges that they attend to."""
 
     @staticmethod
     def fits(query: Tensor, value: Tensor, mask: Mask) -> bool:
@@ -186,7 +187,7 @@ class _Kernel(torch.autograd.Function):
         size = value.shape[-1]
         values = flash.padded(values, query)
         batch, heads, tokens, _ = query.shape
-        result = query.new_empty((batch, tokens, heads, size)).transpose(1, 2)  # as the layer wants it
+        result = query.new_empty((batch, tokens, heads, size)).transpose(1, 2)  # the layout that the layer expects
         sums = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
         for head_block in _head_blocks(query, keys, call.mask):
             attended: _Attended | None = None
@@ -248,18 +249,18 @@ class _Kernel(torch.autograd.Function):
 
 
 _Attended = tuple[Tensor, Tensor]
-"""Values that queries attended to, and the logarithms of the sums of exponentials [sequences, heads, queries]."""
+"""The result of attention, and the log-sum-exp [sequences, heads, queries]."""
 
 
 def _merged(first: _Attended, second: _Attended) -> _Attended:
-    """Return what queries attend to in two ranges of keys: the sums tell the share of each."""
+    """Return the result of attention over two ranges of keys together; the log-sum-exps give the weight of each."""
     share = torch.sigmoid(second[1] - first[1])[..., None]
     values = torch.lerp(first[0].to(share.dtype), second[0].to(share.dtype), share)
     return values, torch.logaddexp(first[1], second[1])
 
 
 class _HeadBlock(NamedTuple):
-    """A block of queries, of one of the heads that share keys: the kernel knows as many heads of keys as of queries."""
+    """A block of queries, for one of the heads that share keys: the kernel needs as many key heads as query heads."""
 
     block: Block
     head: int
@@ -277,7 +278,7 @@ class _HeadBlock(NamedTuple):
         return tensor[self.block.sequences, :, key_range.keys]
 
     def bias(self, key_range: KeyRange) -> Tensor | None:
-        """Return what is added to products of queries and keys, [batch or 1, 1, queries, keys]."""
+        """Return the additive mask [batch or 1, 1, queries, keys]; None: not needed."""
         if key_range.how != "some":
             return None
         seen = self.mask.tensor(self.block.queries, key_range.keys)
@@ -299,12 +300,12 @@ _KERNELS: dict[str, Any] = {"cpu": _Kernel, "cuda": _Flash}
 
 
 class _Inner:
-    """The attention that a family would call without us."""
+    """The attention function that a family would call without evenpipe."""
 
     def __init__(self, module: Any, options: Mapping[str, Any]) -> None:
         self._module, self._options = module, options
         self.scale: float | None = options.get("scaling")
-        """Of products of queries and keys; None: one over the root of their size."""
+        """Factor of the products of queries and keys; None: 1 / sqrt(size)."""
         self._name: str = getattr(module.config, _INNER)
         used = {name for name, option in options.items() if option is not None and option is not False}
         self.is_fused = _FUSED.fullmatch(self._name) is not None and used - {"dropout"} <= _OF_THE_KERNEL
@@ -315,7 +316,7 @@ class _Inner:
         """Decide which function runs, and with which mask.
 
         Raises:
-            InputError: the one that the config names takes no mask of ours.
+            InputError: the function named by the config cannot take our mask.
         """
         self._by_blocks = on_gpu and dtype != torch.float64 and (self.is_fused or self._name == _TAKES_BLOCKS)
         if not self._by_blocks and _TAKES_NO_PAIRS.fullmatch(self._name):
@@ -331,8 +332,8 @@ class _Inner:
         seen = mask.tensor().expand(len(query), -1, -1, -1)
         if self._name != "eager":
             return self._run(ALL_ATTENTION_FUNCTIONS[self._name], query, keys, values, seen)
-        nothing = torch.finfo(query.dtype).min
-        seen = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, nothing)
+        minimum = torch.finfo(query.dtype).min
+        seen = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, minimum)
         return self._run(inspect.unwrap(self._module.forward).__globals__[_EAGER], query, keys, values, seen)
 
     def _run(self, function: Callable[..., tuple[Tensor, Any]], *inputs: Tensor | BlockMask) -> Tensor:
@@ -340,7 +341,7 @@ class _Inner:
 
 
 class _Again(torch.autograd.Function):
-    """A family's own attention: the backward runs it again, and has gradients of the layer's own parameters too."""
+    """A family's own attention: the backward runs it again, and also returns gradients of the layer's parameters."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call, *parameters: Tensor) -> Tensor:

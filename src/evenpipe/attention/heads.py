@@ -1,10 +1,10 @@
-"""Heads for tokens: every rank attends with some of the heads, on the tokens of all ranks (DeepSpeed-Ulysses, arXiv
-2309.14509).
+"""Exchanges heads for tokens: every rank computes some of the heads, on the tokens of all ranks (DeepSpeed-Ulysses,
+arXiv 2309.14509).
 
     [batch, heads, tokens / ranks, size] -> exchange -> [batch, heads / ranks, tokens, size] -> attention -> and back
 
-With many ranks less travels than if keys and values are gathered: a part of each tensor, not the whole. Heads of keys
-and values that are fewer than ranks are repeated.
+With many ranks this sends less than gathering keys and values: a part of each tensor instead of all of it. If there
+are fewer heads of keys and values than ranks, they are repeated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from evenpipe.errors import InputError
 
 
 class Exchanged(torch.autograd.Function):
-    """`HeadExchange.exchange`; the backward goes the other way."""
+    """`HeadExchange.exchange`; the backward is the opposite exchange."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, heads: HeadExchange, cut: int, join: int) -> Tensor:
@@ -36,7 +36,7 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, heads: HeadExchange) -> 
     """Return [batch, heads / ranks, tokens, size] of [batch, heads, tokens / ranks, size].
 
     Raises:
-        InputError: the heads cannot be shared out.
+        InputError: the heads cannot be divided among the ranks.
     """
     count, key_heads = query.shape[1], key.shape[1]
     if count % heads.size or (key_heads % heads.size and heads.size % key_heads):
@@ -52,32 +52,32 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, heads: HeadExchange) -> 
 
 def to_tokens(result: Tensor, heads: HeadExchange) -> Tensor:
     """Return [batch, tokens / ranks, heads, size] of [batch, tokens, heads / ranks, size]."""
-    back: Tensor = Exchanged.apply(result, heads, 1, 2)
-    return back
+    output: Tensor = Exchanged.apply(result, heads, 1, 2)
+    return output
 
 
 def heads_of(
     module: nn.Module, options: Mapping[str, Any], query: Tensor, heads: HeadExchange
 ) -> tuple[_LocalHeads, dict[str, Any]]:
-    """Return what a family's attention function reads of the layer, and its options, for a rank's heads."""
+    """Return a view of the layer with a rank's heads only, and the options of the attention function for them."""
     local = _LocalHeads(module, query.shape[1], heads)
     return local, {name: local.part(option) for name, option in options.items()}
 
 
 class _LocalHeads:
-    """An attention layer, as its attention function sees it, with a rank's heads only."""
+    """An attention layer as seen by its attention function, with a rank's heads only."""
 
     def __init__(self, module: nn.Module, count: int, heads: HeadExchange) -> None:
         self._module, self._count, self._heads = module, count, heads
 
     def part(self, value: Any) -> Any:
-        """Return a rank's part of what has one entry per head, such as sinks; other values unchanged."""
+        """Return a rank's part of a parameter with one entry per head, such as sinks; other values unchanged."""
         if isinstance(value, nn.Parameter) and value.dim() and value.shape[0] == self._count:
             return value.chunk(self._heads.size)[self._heads.rank]
         return value
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
-        if name == "num_key_value_groups":  # heads of keys are repeated if they are fewer than ranks
+        if name == "num_key_value_groups":  # heads of keys are repeated if there are fewer than ranks
             return min(value, max(1, self._count // self._heads.size))
         return self.part(value)

@@ -1,4 +1,4 @@
-"""Which tokens of a slice each of the processes that share it has."""
+"""Assigns the tokens of a slice to the processes that share it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 OF_ONE_DOCUMENT, OF_SEVERAL = 2, 8
-"""Chunks of each process."""
+"""Chunks per process, for rows of one document or of several."""
 
 
 def places_of_ranks(start: int, end: int, ranks: int, positions: Tensor | None) -> list[Tensor]:
-    """Return the places of each rank's tokens of a slice, equally many.
+    """Return the positions in the row of each rank's tokens of a slice; every rank has the same number.
 
-    positions: of packed rows [rows, length], which restart with each document; None: each row is one document.
+    positions: position ids of packed rows [rows, length], which restart with each document; None: one document per row.
     """
     indices = torch.arange(start, end)
     if ranks == 1:

@@ -1,7 +1,7 @@
-"""Rotary tables that depend on how long a row is: those of a piece are those of the whole row.
+"""Rotary tables that depend on the length of the row: a piece uses the tables of the whole row.
 
 With dynamic NTK scaling and LongRoPE (Phi-3), transformers chooses frequencies by the highest position id of the call.
-So each row gets one more column with its last position, which is cut off the tables again.
+So each row gets one more column with its last position, and that column is removed from the tables.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from evenpipe.attention.sight import current
 def depends_on_length(module: nn.Module) -> bool:
     """Return whether a module makes rotary tables that depend on the length of the row."""
     kinds = getattr(module, "rope_type", None)
-    named = kinds.values() if isinstance(kinds, dict) else [kinds]  # of every kind of layer, or one
+    named = kinds.values() if isinstance(kinds, dict) else [kinds]  # one per kind of layer, or a single one
     return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in named)
 
 
 def of_whole_rows(module: nn.Module) -> None:
-    """Make such a module look at whole rows inside of `seeing`."""
+    """Make such a module use the length of whole rows inside `seeing`."""
     module.register_forward_pre_hook(_with_last, with_kwargs=True)
     module.register_forward_hook(_without_last)
 

@@ -1,10 +1,10 @@
-"""What the queries of a pass may look at, if a pass has only a piece of every sequence, or documents that share one do
+"""What the queries of a pass may attend to, if a pass has only a piece of every sequence, or documents of a sequence do
 not see each other.
 
-transformers makes a mask from a predicate on the places of a query and a key, and hands it to every attention layer.
-Our mask function (`function.mask`) hands over a `Mask` instead of a tensor: it keeps the predicate, which is evaluated
-on the places in the whole row, in whatever order a process has its tokens. An `Exchange` gives the attention the keys
-and values of other pieces.
+transformers makes a mask from a predicate on the positions of a query and a key and passes it to all attention layers.
+Our mask function (`function.mask`) returns a `Mask` instead of a tensor: it keeps the predicate and evaluates it on the
+positions in the whole row, whatever the order of a process's tokens. An `Exchange` gives the attention the keys and
+values of other pieces.
 
     stage.forward in `seeing(sight)` -> the family's own mask functions -> Mask -> every attention layer
 """
@@ -42,35 +42,35 @@ class Exchange(Protocol):
     """Brings keys and values of other pieces to a layer, and takes their gradients back."""
 
     keeps_keys: bool
-    """Whether `again` needs the own keys and values: the attention saves them."""
+    """Whether `again` needs the local keys and values: the attention then saves them."""
 
     def keys(self, layer: int, key: Tensor, value: Tensor) -> Keys:
-        """Return all keys and values that a layer's queries may look at, from its own."""
+        """Return all keys and values that a layer's queries may attend to, given the local ones."""
         ...
 
     def again(self, layer: int, *local: Tensor) -> Keys:
-        """Return the same in the backward. own: keys and values, with `keeps_keys`."""
+        """Return the same in the backward. local: keys and values, if `keeps_keys`."""
         ...
 
     def gradients(self, layer: int, key: Tensor, value: Tensor, dtype: torch.dtype) -> Keys:
-        """Return the gradients of the own keys and values, in `dtype`, from those of all that the queries looked at."""
+        """Return the gradients of the local keys and values, in `dtype`, given those of all keys and values."""
         ...
 
 
 class HeadExchange(Protocol):
-    """Exchanges heads for tokens: each rank attends with some heads from all tokens to all tokens."""
+    """Exchanges heads for tokens: each rank computes some heads, for all tokens."""
 
     size: int
     rank: int
 
     def exchange(self, tensor: Tensor, *, cut: int, join: int) -> Tensor:
         """Return [..., dimension `cut` / ranks, ..., dimension `join` x ranks, ...]: the rank's part of what is cut,
-        from all ranks, one after the other."""
+        concatenated from all ranks."""
         ...
 
 
 class Alone:
-    """Nothing to exchange."""
+    """An `Exchange` of a process that has all keys: nothing is exchanged."""
 
     keeps_keys = True
 
@@ -86,7 +86,7 @@ class Alone:
 
 
 class OnHost(NamedTuple):
-    """Fields of a `Sight` on the host, from which blocks of queries are made without waiting for a GPU."""
+    """Copies of the fields of a `Sight` on the host, to make blocks of queries without waiting for a GPU."""
 
     queries: Tensor
     keys: Tensor
@@ -96,34 +96,34 @@ class OnHost(NamedTuple):
 
 @dataclass(eq=False)
 class Sight:
-    """What a pass knows of the whole rows of its microbatch."""
+    """What a pass knows about the whole rows of its microbatch."""
 
     queries: Tensor
-    """[q]: places of the pass's tokens in the row."""
+    """[q]: positions of the pass's tokens in the row."""
     keys: Tensor
-    """[k]: places of the keys that `exchange.keys` returns, in their order."""
+    """[k]: positions in the row of the keys that `exchange.keys` returns, in that order."""
     exchange: Exchange
     length: int
     """Tokens of a row."""
     positions: Tensor | None = None
-    """[batch, row]: position ids; None: the places."""
+    """[batch, row]: position ids; None: equal to the positions in the row."""
     documents: Tensor | None = None
-    """[batch, row]: number of each token's document; None: one document per row."""
+    """[batch, row]: index of each token's document; None: one document per row."""
     valid: Tensor | None = None
     """[batch, row]: false for padding; None: no padding."""
     heads: HeadExchange | None = None
-    """Heads are exchanged for tokens: `queries` and the attention's queries are those of all ranks."""
+    """If given, heads are exchanged for tokens: `queries` and the attention's queries are those of all ranks."""
     apart: bool = False
-    """Documents do not see each other, even if the family does not look for them."""
+    """Whether documents do not see each other, even if the family does not detect documents."""
     looks_for_documents: bool = False
-    """The family has looked for packed rows since the last mask was made."""
+    """Whether the family has checked for packed rows since the last mask was made."""
     on_host: OnHost | None = None
     """None: the tensors above are on the host."""
     kernels_of: str | None = None
-    """Device type whose kernels compute attention; None: that of the queries. A stage is traced on another device."""
+    """Device type whose kernels compute attention, for a stage traced on another device; None: that of the queries."""
 
     def mask(self, predicate: Predicate, batch: int, *, apart: bool) -> Mask:
-        """Return what a model's attention layers get as mask."""
+        """Return the mask that is passed to a model's attention layers."""
         return Mask(self, predicate, batch, apart=apart)
 
     def last_positions(self, batch: int, torch_device: torch.device) -> Tensor:
@@ -137,8 +137,8 @@ class Sight:
 
 
 def documents_of(position_ids: Tensor) -> Tensor | None:
-    """Return the number of each token's document [batch, row], as transformers finds it: a new one begins where
-    position ids do not count on. None: every row is one."""
+    """Return the index of each token's document [batch, row], determined as in transformers: a document begins where
+    position ids do not increase by 1. None: every row is one document."""
     steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
     documents = (steps != 1).cumsum(-1)
     return documents if bool(documents[:, -1].any()) else None
@@ -148,13 +148,13 @@ _current: ContextVar[Sight | None] = ContextVar("what the pass under way may loo
 
 
 def current() -> Sight | None:
-    """Return what the pass under way may look at; None outside of `seeing`."""
+    """Return the `Sight` of the current pass; None outside `seeing`."""
     return _current.get()
 
 
 @contextmanager
 def seeing(sight: Sight) -> Iterator[None]:
-    """Run a stage's forward for a piece of its rows."""
+    """Run a stage's forward inside for a piece of its rows."""
     token = _current.set(sight)
     try:
         with packed_as(sight._look):
@@ -164,29 +164,29 @@ def seeing(sight: Sight) -> Iterator[None]:
 
 
 ROWS = 1024
-"""Queries whose mask is made at a time."""
+"""Number of queries whose mask is computed at once."""
 BLOCK = 128
-"""Queries, and keys, of a block of FlexAttention. Divides `ROWS`."""
+"""Size of a block of FlexAttention, in queries and in keys. Divides `ROWS`."""
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Of transformers: whether a query sees a key, from batch, head, place of the query and of the key, which broadcast."""
+"""From transformers: whether a query sees a key, given batch, head, query position and key position (broadcast)."""
 
 _OF_A_WINDOW, _OVERLAY = sliding_window_causal_mask_function(1), sliding_window_overlay(1)
 
 
 class Mask:
-    """What transformers hands to the attention in place of a mask. It is no tensor: a family that computes with masks
-    fails at once instead of computing something else."""
+    """The object that transformers passes to the attention as its mask. It is not a tensor, so a family that computes
+    with masks fails immediately instead of computing something else."""
 
     def __init__(self, sight: Sight, predicate: Predicate, batch: int, *, apart: bool) -> None:
-        """apart: documents of a row do not see each other, and the predicate is one of position ids."""
+        """apart: documents of a row do not see each other, and the predicate is applied to position ids."""
         self.sight, self._predicate, self._batch, self._apart = sight, predicate, batch, apart
 
     def tensor(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """Return booleans [batch or 1, heads or 1, queries, keys]: who sees whom.
+        """Return booleans [batch or 1, heads or 1, queries, keys]: whether a query sees a key.
 
         Raises:
-            InputError: the predicate is about the tokens of a call, not about places in the row.
+            InputError: the predicate depends on the tokens of a call, not on positions in the row.
         """
         try:
             return self._seen(queries, keys)
@@ -208,12 +208,12 @@ class Mask:
 
     @property
     def is_causal(self) -> bool:
-        """Whether queries see all of their document up to themselves, as places tell."""
+        """Whether each query sees all of its document up to itself, by position."""
         return self._predicate is causal_mask_function
 
     @property
     def window(self) -> int | None:
-        """The keys that a query sees at most, itself included, of a causal mask with a sliding window; else None."""
+        """Most keys that a query sees, including itself, if the mask is causal with a sliding window; else None."""
         if getattr(self._predicate, "__code__", None) is not _OF_A_WINDOW.__code__:
             return None
         overlay, *remaining = inspect.getclosurevars(self._predicate).nonlocals["mask_functions"]
@@ -223,12 +223,12 @@ class Mask:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """The queries in blocks, with what they look at."""
+        """The queries in blocks, with the keys that they attend to."""
         return causal_blocks(*self._places) if self.is_causal else list(self._cut())
 
     @cached_property
     def rounds(self) -> Rounds | None:
-        """The queries in calls of the kernel for GPUs, which takes no mask; None: it cannot compute this one."""
+        """The calls of the GPU kernel for all queries; None: the kernel takes no masks and cannot compute this one."""
         sight = self.sight
         if not self.is_causal and (self.window is None or sight.valid is not None):
             return None
@@ -237,36 +237,36 @@ class Mask:
 
     @property
     def _places(self) -> OnHost:
-        """What blocks of a causal mask are made of."""
+        """The fields from which the blocks of a causal mask are made."""
         sight = self.sight
         fields = sight.on_host or OnHost(sight.queries, sight.keys, sight.documents, sight.valid)
-        # Positions count on within documents, as places do.
+        # Position ids increase by 1 within documents, as positions do.
         return fields if self._apart else fields._replace(documents=None)
 
     @cached_property
     def block_mask(self) -> BlockMask:
-        """The mask in the form that FlexAttention takes: who sees whom by block of tokens, and the predicate.
+        """The mask for FlexAttention: which blocks of queries see which blocks of keys, and the predicate.
 
-        Raises InputError as `tensor`.
+        Raises InputError like `tensor`.
         """
         queries, keys = len(self.sight.queries), len(self.sight.keys)
-        some, all_ = [], []
+        partial_blocks, full_blocks = [], []
         for start in range(0, queries, ROWS):
             seen = self.tensor(slice(start, min(start + ROWS, queries)))
             padded = functional.pad(seen, (0, -keys % BLOCK, 0, -seen.shape[2] % BLOCK))
             by_block = padded.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).sum((3, 5))
-            some.append((by_block > 0) & (by_block < BLOCK**2))
-            all_.append(by_block == BLOCK**2)
+            partial_blocks.append((by_block > 0) & (by_block < BLOCK**2))
+            full_blocks.append(by_block == BLOCK**2)
         return BlockMask.from_kv_blocks(
-            *_listed(torch.cat(some, 2)),
-            *_listed(torch.cat(all_, 2)),
+            *_listed(torch.cat(partial_blocks, 2)),
+            *_listed(torch.cat(full_blocks, 2)),
             BLOCK_SIZE=BLOCK,
             mask_mod=self._sees,
             seq_lengths=(queries, keys),
         )
 
     def _sees(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether a query sees a key, both given by their numbers in the call."""
+        """Return whether a query sees a key, both given by their indices in the call."""
         sight = self.sight
         query_position, key_position = sight.queries[query], sight.keys[key]
         if self._apart:
@@ -281,7 +281,7 @@ class Mask:
         return seen if sight.valid is None else seen & sight.valid[batch, key_position]
 
     def _cut(self) -> Iterator[Block]:
-        """Find out by asking, query by key."""
+        """Yield blocks determined by evaluating the predicate for every pair of query and key."""
         for start in range(0, len(self.sight.queries), ROWS):
             queries = slice(start, min(start + ROWS, len(self.sight.queries)))
             seen = self.tensor(queries)
@@ -291,7 +291,9 @@ class Mask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks of keys each block of queries has, and their numbers before those of all others, of
-    booleans [batch or 1, heads or 1, blocks of queries, blocks of keys]."""
+    """Return how many blocks of keys each block of queries has, and the indices of all blocks of keys, those first.
+
+    blocks: booleans [batch or 1, heads or 1, blocks of queries, blocks of keys].
+    """
     numbers = blocks.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), numbers.to(torch.int32)

@@ -1,1 +1,1 @@
-"""Experts of a layer, on one process or over several: rows that travel, products by expert, and their backward."""
+"""Experts of a layer on one or several processes: exchange of rows, products by expert, and their backward."""

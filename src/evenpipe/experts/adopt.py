@@ -1,8 +1,8 @@
 """Makes transformers call our function for the experts of a stage.
 
-transformers looks for the function by the name in a config; a stage has configs of its own. A compiled layer is
-compiled around it, since tokens are counted, sent and queued for W outside of graphs. Experts of another form run what
-the config named before ("eager", "grouped_mm", ...).
+transformers looks up the function by the name in a config; a stage does not share its configs. A compiled layer is
+compiled around the function, since tokens are counted, sent and queued for W outside of graphs. Experts with another
+interface run the implementation that the config named before ("eager", "grouped_mm", ...).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ IMPLEMENTATION = "evenpipe"
 
 
 class GroupExchange(Exchange, Protocol):
-    """Of all layers of a device."""
+    """The exchange of all layers of a device."""
 
     layer: str
-    """Name of the experts that run."""
+    """Name of the experts that are running."""
 
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """How the members of a group share the experts of every layer."""
+    """How the experts of every layer are divided among the members of a group."""
 
     exchange: GroupExchange
     routing: Routing
@@ -55,9 +55,9 @@ class OwnExperts:
 
     queue: WeightGradients
     spread: Spread | None = None
-    """The parameters are those of a member; None: this process holds all experts."""
+    """If given, the parameters are those of a member; None: this process holds all experts."""
     load: Load | None = None
-    """Counts what tokens choose."""
+    """Counts the choices of tokens."""
 
     def apply(self, model: nn.Module, layers: Mapping[int, nn.Module]) -> None:
         if ALL_EXPERTS_FUNCTIONS is None:
@@ -69,22 +69,22 @@ class OwnExperts:
         for name, module in experts:
             module._adopted = Adopted(name, module.num_experts, self)
             module._weight_gradients = self.queue
-        for _, module in experts:  # they share one config
+        for _, module in experts:  # they share a config
             module.config._experts_implementation = IMPLEMENTATION
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Adopted:
-    """What the experts of a layer need."""
+    """Data for the experts of a layer."""
 
     name: str
     count: int
-    """Of all members."""
+    """Number of experts of all members."""
     by: OwnExperts
 
 
 def names_of_experts(description: Description) -> dict[str, int]:
-    """Return the number of experts of every layer that has some, by their name in the model."""
+    """Return the number of experts of every layer that has any, by their name in the model."""
     return {name: module.num_experts for name, module in description.skeleton.named_modules() if is_experts(module)}
 
 
@@ -93,7 +93,7 @@ def placements(
 ) -> dict[str, TensorPlacement | None]:
     """Return how a member holds the parameters of the experts of a layer, by name in the model.
 
-    held: how tensor ranks hold parameters that are not whole.
+    held: how tensor ranks hold sharded parameters.
     """
     result: dict[str, TensorPlacement | None] = {}
     cut = Cut(("ep",), spread.exchange.rank, spread.exchange.size)
@@ -108,7 +108,7 @@ def placements(
 
 
 def split_backwards(module: nn.Module) -> Callable[[], None]:
-    """Split the backwards of a module, for the self-check: the returned function runs the W of the last one."""
+    """Split the backwards of a module, for the self-check. The returned function runs the W of the last backward."""
     queue = WeightGradients()
     for transform in (OwnExperts(queue), SplitBackward(queue)):
         transform.apply(module, {})
@@ -124,17 +124,17 @@ def split_backwards(module: nn.Module) -> Callable[[], None]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether our function can run a module: its forward uses the interface, and nothing stands between the
-    second product and the weights."""
+    """Return whether our function can run a module: its forward uses the interface, with no operation between the
+    second product and the routing weights."""
     return uses_interface(module) and not getattr(module, "has_post_expert_norm", False)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_experts(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Run every token through its experts, and add their weighted outputs; the interface's functions are called so.
+    """Run every token through its experts, and sum their weighted outputs; the signature is that of the interface.
 
     Args:
-        experts: transformers' module.
+        experts: the module of transformers.
         hidden: [tokens, hidden_size].
         top_k_index: [tokens, choices], the experts of each token.
         top_k_weights: [tokens, choices].
@@ -164,7 +164,7 @@ def _call_of_member(experts: Any, spread: Spread, index: Tensor, queue: WeightGr
 
 @dataclass(frozen=True)
 class _Member:
-    """Says whose rows travel, and lets go of layouts."""
+    """Tells the exchange whose rows are sent, and releases layouts."""
 
     layer: str
     spread: Spread

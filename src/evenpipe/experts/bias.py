@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from evenpipe.model.placement import Held
 
 NAMES = ("e_score_correction_bias", "expert_bias")
-"""Of biases that a router adds to its scores only to choose experts."""
+"""Names of biases that a router adds to its scores only to choose experts."""
 
 
 def is_router_bias(name: str) -> bool:
@@ -20,12 +20,12 @@ def is_router_bias(name: str) -> bool:
 
 @torch.no_grad()
 def move_biases(held: Mapping[str, Held[nn.Parameter]], load: Tensor, layers: Sequence[str], rate: float) -> None:
-    """Raise the biases of experts that fewer tokens than average have chosen by `rate`, and lower those of the others;
-    the mean of a layer's biases stays.
+    """Raise the biases of experts that fewer tokens than average have chosen by `rate`, and lower those of the others.
+    The mean of a layer's biases does not change.
 
     Args:
         held: this process's parameters and buffers, by name.
-        load: how many tokens have chosen each expert, [layers with experts, experts].
+        load: number of tokens that have chosen each expert, [layers with experts, experts].
         layers: names of the experts of these layers: `model.layers.3.mlp.experts`.
     """
     for name, bias in held.items():
@@ -39,6 +39,6 @@ def move_biases(held: Mapping[str, Held[nn.Parameter]], load: Tensor, layers: Se
 
 
 def _alike(first: str, second: str) -> int:
-    """Return how many modules contain both."""
+    """Return the number of leading components that two names have in common."""
     pairs = zip(first.split("."), second.split("."), strict=False)
     return next((count for count, (left, right) in enumerate(pairs) if left != right), 0)

@@ -1,20 +1,20 @@
-"""The experts of a layer as one autograd function, for every family behind transformers' experts interface.
+"""The experts of a layer as one autograd function, for every family that uses transformers' experts interface.
 
-Routing weights are applied before the second product, so the side of the experts adds up the pairs of each row itself,
-and the backward makes the same two trips as the forward, by one layout:
+Routing weights are applied before the second product, so the process with the experts can sum the pairs of each row,
+and the backward needs the same two exchanges as the forward, with the same layout:
 
     F   x  --dispatch-->  X      pre = X[row] W1     a = gate(pre) w     Z = sum of a W2 by row      --combine-->  out
     B   dy --dispatch-->  dZ     da = dZ[row] W2^T   dpre = gate'(da w)  dX = sum of dpre W1^T       --combine-->  dx
         dw = da . gate(pre)      dW1 = X[row]^T dpre      dW2 = a^T dZ[row]
 
-Only X, pre and w stay from F to B: the gate is computed again. Between I and W stay X, dZ, dpre, a and w. "selective"
-checkpointing keeps X, pre, w and out, so that a repeated forward sends nothing. Transfers run beside products (after
-COMET, arXiv 2502.19811):
+Only X, pre and w are kept from F to B: the gate is computed again. X, dZ, dpre, a and w are kept from I to W.
+"selective" checkpointing keeps X, pre, w and out, so that a repeated forward sends nothing. Transfers overlap with
+products (after COMET, arXiv 2502.19811):
 
-    arrivals   the product of what arrives (W1 in F, W2^T in B) begins with own rows; then all others, or one member's
-               after the other
-    columns    the product of what leaves is made in blocks of columns: each leaves while the next one is computed
-    weights    in B, weight gradients are made once the last block has left
+    arrivals   the product of arriving rows (W1 in F, W2^T in B) begins with local rows; then all others at once, or
+               member by member
+    columns    the product that is sent is computed in blocks of columns: each is sent while the next is computed
+    weights    in B, weight gradients are computed once the last block is being sent
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GroupedProduct = Callable[[Tensor, Tensor, Groups], Tensor]
 
 
 class Listener(Protocol):
-    """Is told of the backward of a call."""
+    """Notified about the backward of a call."""
 
     def backward_begins(self) -> None: ...
 
@@ -52,24 +52,24 @@ class Listener(Protocol):
 
 @dataclass(eq=False)
 class Call:
-    """One call of a layer's experts."""
+    """A call of a layer's experts."""
 
     experts: Any
-    """transformers' module."""
+    """The module of transformers."""
     layout: Layout
     exchange: Exchange | None
-    """None: nothing travels."""
+    """None: nothing is exchanged."""
     overlap: Overlap
     queue: WeightGradients | None = None
-    """Takes the weight gradients; None: they are made in the backward."""
+    """Queue for the weight gradients; None: they are computed in the backward."""
     listener: Listener | None = None
-    """Is told of the backward."""
+    """Notified about the backward."""
     name: str = "experts"
-    """Of the experts in the model, for messages."""
+    """Name of the experts in the model, for messages."""
 
     @contextmanager
     def within_memory(self) -> Iterator[None]:
-        """Add to the error of exhausted memory whose rows there are, and how many."""
+        """Add the names of the experts and the number of rows to out-of-memory errors."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -78,12 +78,12 @@ class Call:
                 f"in {self.name}: {count(layout.rows, 'row')}, {count(layout.pairs, 'pair')} of a row and an expert,"
                 f" for {count(layout.tokens, 'token')} of its own"
             )
-            if note not in getattr(error, "__notes__", ()):  # weight gradients are made within a backward
+            if note not in getattr(error, "__notes__", ()):  # weight gradients may be computed within a backward
                 error.add_note(note)
             raise
 
     def matrices(self, name: str) -> Tensor:
-        """Return [experts, in, out]."""
+        """Return matrices [experts, in, out]."""
         matrices: Tensor = getattr(self.experts, name).detach()
         return matrices if self.experts.is_transposed else matrices.mT
 
@@ -94,29 +94,29 @@ class Call:
 
     @property
     def first(self) -> str:
-        """Name of the matrices that a row meets first."""
+        """Name of the first matrices."""
         return first_of(self.experts)
 
     def bias(self, name: str) -> Tensor | None:
-        """Return the biases [experts, out] of these matrices."""
+        """Return the biases [experts, out] of the matrices with this name."""
         return getattr(self.experts, f"{name}_bias").detach() if self.experts.has_bias else None
 
     def gate(self, first: Tensor) -> Tensor:
-        """Return what the second matrices multiply, of the results of the first ones."""
+        """Return the input of the second matrices, given the output of the first ones."""
         gated: Tensor = self.experts._apply_gate(first) if self.experts.has_gate else self.experts.act_fn(first)
         return gated
 
 
 def first_of(experts: Any) -> str:
-    """Return the name of the matrices that a row meets first."""
+    """Return the name of the first matrices."""
     return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
 def run(call: Call, hidden: Tensor, weights: Tensor) -> Tensor:
-    """Run all tokens through their experts, and add their weighted outputs.
+    """Run all tokens through their experts, and sum their weighted outputs.
 
-    Parameters get gradients through `weight_gradients.accumulate`, at once or from the queue; they stay outside of
-    autograd.
+    Parameters get gradients through `weight_gradients.accumulate`, immediately or from the queue; they are not part of
+    the autograd graph.
 
     Args:
         hidden: [tokens, hidden_size].
@@ -124,9 +124,9 @@ def run(call: Call, hidden: Tensor, weights: Tensor) -> Tensor:
 
     Returns: [tokens, hidden_size].
     """
-    anchor = None  # without it, nothing would have a graph behind inputs without a gradient
+    anchor = None  # without it, inputs that need no gradient would give no graph
     if any(parameter.requires_grad for parameter in call.experts.parameters(recurse=False)):
-        anchor = hidden.new_empty(0, requires_grad=True)  # no parameter: its hooks would run, without a gradient
+        anchor = hidden.new_empty(0, requires_grad=True)  # not a parameter: its hooks would run without a gradient
     with call.within_memory():
         result: Tensor = _Experts.apply(hidden, weights, call, anchor)
     return result
@@ -154,11 +154,11 @@ class _Experts(torch.autograd.Function):
     def _gradients(ctx: Any, call: Call, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         if call.listener is not None:
             call.listener.backward_begins()
-        ctx.call = None  # or all layouts of a stage would stay until the last of its layers is done
+        ctx.call = None  # otherwise all layouts of a stage live until its last backward is done
         layout = call.layout
         rows, first, weight = (tensor.detach() for tensor in ctx.saved_tensors)
         of_rows, arriving = _dispatch(call, gradient.contiguous(), "gradients")
-        with torch.enable_grad():  # while they arrive
+        with torch.enable_grad():  # while the gradients arrive
             leaf = first.requires_grad_()
             gated = call.gate(leaf)
         multiply = call.products.grouped_input_gradient
@@ -186,7 +186,7 @@ class _Experts(torch.autograd.Function):
 
 
 def _entry(call: Call, rows: Tensor, of_rows: Tensor, of_first: Tensor, *, gated: Tensor, weight: Tensor) -> Entry:
-    """Return how to make the weight gradients, with nothing but detached tensors."""
+    """Return the entry that computes the weight gradients; it holds detached tensors only."""
     layout, experts = call.layout, call.experts
     names = [name for name in _parameters(experts) if getattr(experts, name).requires_grad]
 
@@ -205,9 +205,9 @@ def _entry(call: Call, rows: Tensor, of_rows: Tensor, of_first: Tensor, *, gated
         chosen = [name for name in biases if name in names]
         if chosen:
             every = torch.arange(len(layout.groups.ends), device=layout.expert.device)
-            meets = (layout.expert == every[:, None]).to(gated.dtype)
+            one_hot = (layout.expert == every[:, None]).to(gated.dtype)
             for name in chosen:
-                by_pair = meets if name != "down_proj_bias" else meets * weight.to(meets.dtype)
+                by_pair = one_hot if name != "down_proj_bias" else one_hot * weight.to(one_hot.dtype)
                 by_name[name] = by_pair @ biases[name]
         return tuple(by_name[name] for name in names)
 
@@ -223,7 +223,7 @@ def _parameters(experts: Any) -> list[str]:
 
 
 def _to_experts(call: Call, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return X [rows, hidden_size], the results of the first matrices [pairs, out], and weights [pairs]."""
+    """Return X [rows, hidden_size], the output of the first matrices [pairs, out], and weights [pairs]."""
     layout = call.layout
     rows, arriving = _dispatch(call, hidden, "rows")
     sent_weights = weights.detach() if layout.token_of_row is None else weights.detach()[layout.token_of_row]
@@ -244,7 +244,7 @@ def _to_experts(call: Call, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Te
 
 
 def _dispatch(call: Call, tokens: Tensor, label: str) -> tuple[Tensor, list[Work]]:
-    """Return rows [rows, ...] on the side of the experts, and what to wait for: one for each part that arrives."""
+    """Return rows [rows, ...] on the side of the experts, and the pending transfers, one for each part of the rows."""
     layout = call.layout
     if call.exchange is None:
         return tokens.detach(), []
@@ -259,12 +259,13 @@ def _dispatch(call: Call, tokens: Tensor, label: str) -> tuple[Tensor, list[Work
         ]
     else:
         pending = [call.exchange.start(expert_rows[local_rows:], leaving, layout.received, layout.sent, label)]
-    torch.index_select(tokens, 0, layout.token_of_row[:local_rows], out=expert_rows[:local_rows])  # while others leave
+    # Overlaps with sending the other rows.
+    torch.index_select(tokens, 0, layout.token_of_row[:local_rows], out=expert_rows[:local_rows])
     return expert_rows, pending
 
 
 def _start_exchange(call: Call, output: Tensor, leaving: Tensor, distance: int, label: str) -> Work:
-    """Send rows to the member that many ranks on only, and receive those of the one as many ranks before."""
+    """Send rows to the member `distance` ranks ahead only, and receive those of the member `distance` ranks behind."""
     layout, exchange = call.layout, call.exchange
     assert exchange is not None
     sender, taker = (exchange.rank - distance) % exchange.size, (exchange.rank + distance) % exchange.size
@@ -282,7 +283,7 @@ def _start_exchange(call: Call, output: Tensor, leaving: Tensor, distance: int, 
 def _arrived_product(
     call: Call, multiply: GroupedProduct, rows: Tensor, matrices: Tensor, arriving: list[Work]
 ) -> Tensor:
-    """Return [pairs, out]: rows, of which some arrive yet, times [experts, in, out]."""
+    """Return [pairs, out]: rows, some of which are still arriving, times [experts, in, out]."""
     layout, exchange = call.layout, call.exchange
     if exchange is None or call.overlap.arrivals == 1:
         for pending in arriving:
@@ -309,7 +310,7 @@ def _arrived_product(
 
 
 def _to_tokens(call: Call, gated: Tensor, weight: Tensor) -> Tensor:
-    """Return the output [tokens, hidden_size] of weighted results of the gate [pairs, in]."""
+    """Return the output [tokens, hidden_size], given weighted results of the gate [pairs, in]."""
     bias, expert = call.bias("down_proj"), call.layout.expert
 
     def add(products: Tensor, columns: slice) -> Tensor:
@@ -322,7 +323,7 @@ def _to_tokens(call: Call, gated: Tensor, weight: Tensor) -> Tensor:
 
 
 def _start_weights(call: Call, of_weight: Tensor, shape: torch.Size, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Send gradients of weights [pairs] back; the result returns [tokens, choices]."""
+    """Start sending gradients of weights [pairs] back; the returned function waits and returns [tokens, choices]."""
     layout = call.layout
     of_rows = of_weight.new_zeros(layout.rows, shape[1])
     of_rows[layout.row, layout.slot] = of_weight
@@ -343,13 +344,13 @@ def _start_weights(call: Call, of_weight: Tensor, shape: torch.Size, dtype: torc
 
 
 class _Leaving(NamedTuple):
-    """A block of columns on its way back."""
+    """A block of columns that is being sent back."""
 
     columns: slice
     sums: Tensor
-    """[rows, columns]: sums of own rows are first."""
+    """[rows, columns]: those of local rows come first."""
     returned: Tensor
-    """[own + sent rows, columns]: those that return, by `token_of_row`."""
+    """[local + sent rows, columns]: the sums that come back, in the order of `token_of_row`."""
     pending: Work
 
 
@@ -360,9 +361,9 @@ def _start_leaving(
     matrices: Tensor,
     add: Callable[[Tensor, slice], Tensor] | None = None,
 ) -> list[_Leaving]:
-    """Multiply [pairs, in] by [experts, in, out], sum by row, and send the sums back, block by block of columns.
+    """Multiply [pairs, in] by [experts, in, out], sum by row, and send the sums back, in blocks of columns.
 
-    add: of what a block of products is before it is summed.
+    add: maps a block of products, and its columns, to the block that is summed.
     """
     layout, leaving = call.layout, []
     for columns in blocks(matrices.shape[2], call.overlap.columns if call.exchange else 1):
@@ -405,7 +406,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 _calls: WeakValueDictionary[int, Call] = WeakValueDictionary()
-"""By the number that stands for them in the arguments of an operation."""
+"""By the number that identifies them in the arguments of an operation."""
 
 
 def _number(call: Call) -> int:
@@ -414,7 +415,7 @@ def _number(call: Call) -> int:
 
 
 def _computed_to_experts(hidden: Tensor, weights: Tensor, number: int) -> list[Tensor]:
-    """Return as `_to_experts`; without X where that is all of the hidden states themselves."""
+    """Return the result of `_to_experts`, without X if it is the same as the hidden states."""
     call = _calls[number]
     rows, first, weight = _to_experts(call, hidden, weights)
     return [first, weight] if call.exchange is None else [rows, first, weight]

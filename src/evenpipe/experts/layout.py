@@ -1,16 +1,16 @@
-"""Where the tokens of a call of experts go, and which experts they meet there.
+"""Where the tokens of a call of experts are sent, and which experts process them there.
 
-Rows travel, not pairs of a token and an expert: a token goes once to each member of the group that holds any of its
-experts, and one row comes back, the sum over those experts.
+Rows are sent, not pairs of a token and an expert: a token is sent once to each member of the group that holds any of
+its experts, and one row comes back, the sum over those experts.
 
     token 0 chose experts 1, 5     2 members of 4 experts each      row of token 0 stays, and goes to member 1
     token 1 chose experts 0, 2                                      row of token 1 stays
 
-Own rows stand before those of other members. On the side of the experts, pairs (a row and one of its experts there) are
-sorted by expert, in each by row. A choice that names no expert, with the index behind the last one, meets nobody.
+Local rows come before those of other members. On the side of the experts, pairs (a row and one of its experts there)
+are sorted by expert, then by row. A choice of no expert, with the index after the last one, is not processed.
 
-A layout depends on the router's choices only. That of a forward is kept: the backward and a repeated forward use it
-again, so that all members agree on what travels, whatever rounding does to a repeated router.
+A layout depends only on the router's choices. The layout of a forward is kept and reused by the backward and by a
+repeated forward, so that all members agree on what is sent, even if rounding changes the choices of a repeated router.
 """
 
 from __future__ import annotations
@@ -35,46 +35,46 @@ class Exchange(Protocol):
     rank: int
 
     def counts(self, table: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-        """Exchange [members, numbers]: each member gets its row. Return the own table and what others sent; waits for
-        the device."""
+        """Exchange a table [members, numbers]: each member gets its row. Return the local table and the received rows;
+        waits for the device."""
         ...
 
     def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], label: str) -> Work:
-        """Send rows [sum of sent, ...], sorted by member, and receive the `output` [sum of received, ...], likewise.
-        Both must stay as they are until the wait."""
+        """Send rows [sum of sent, ...], sorted by member, and receive `output` [sum of received, ...], sorted likewise.
+        Neither may be changed before the wait."""
         ...
 
 
 @dataclass(eq=False, kw_only=True)
 class Layout:
-    """Of one call on one member. Rows and pairs are those on the side of the experts, if nothing else is said."""
+    """The layout of a call on a member. Rows and pairs are on the side of the experts, unless stated otherwise."""
 
     tokens: int
     pairs: int
-    """Their number. Alone, choices of no expert are pairs too, with the last expert and a weight of 0: so no device has
-    to be read."""
+    """Number of pairs. In a single process, choices of no expert also count, with the last expert and a weight of 0, so
+    that nothing has to be read from the device."""
     local_rows: int
-    """Rows that stay."""
+    """Number of rows that stay."""
     sent: list[int]
     """Rows that go to each member; 0 to itself."""
     received: list[int]
     """Rows that come from each member."""
     token_of_row: Tensor | None
-    """[own + sent rows]: on the side of the tokens, own rows first, then by member; None: every token is a row that
+    """[local + sent rows]: on the side of the tokens, local rows first, then by member; None: every token is a row that
     stays."""
     present: Tensor | None
-    """[own + sent rows, choices]: on the side of the tokens, whether a choice is an expert of the row's member; None:
-    every one is."""
+    """[local + sent rows, choices]: on the side of the tokens, whether a choice is an expert of the row's member; None:
+    every choice is."""
     row: Tensor
     """[pairs]"""
     slot: Tensor
-    """[pairs]: which choice of the token."""
+    """[pairs]: index of the choice of the token."""
     expert: Tensor
     """[pairs]: the member's own experts are counted from 0."""
     groups: Groups
     """The pairs by expert."""
     pairs_by_source: list[int]
-    """Of each member's rows."""
+    """Number of pairs of each member's rows."""
 
     @property
     def rows(self) -> int:
@@ -83,24 +83,24 @@ class Layout:
 
     @cached_property
     def by_row(self) -> Sums:
-        """Of pairs."""
+        """Sums pairs by row."""
         return Sums(self.row, self.rows)
 
     @cached_property
     def by_token(self) -> Sums:
-        """Of rows on the side of the tokens."""
+        """Sums rows by token, on the side of the tokens."""
         assert self.token_of_row is not None
         return Sums(self.token_of_row, self.tokens)
 
     @cached_property
     def own_first(self) -> list[Arrival]:
-        """The pairs of own rows, and those of the rows of other members."""
+        """The pairs of local rows, and those of the rows of other members."""
         local, *remote = self._pairs_by_sender
         return self._arrivals(self.row >= self.local_rows, [local, sum(remote)])
 
     @cached_property
     def by_sender(self) -> list[Arrival]:
-        """The pairs of own rows, and those of each member's rows: none for the member itself."""
+        """The pairs of local rows, and those of each member's rows; none for the member itself."""
         stops = torch.tensor([self.local_rows, *self.received], device=self.row.device).cumsum(0)
         return self._arrivals(torch.bucketize(self.row, stops, right=True), self._pairs_by_sender)
 
@@ -111,7 +111,7 @@ class Layout:
 
     def _arrivals(self, arrival_of_pair: Tensor, counts: list[int]) -> list[Arrival]:
         """arrival_of_pair: [pairs], the number of the arrival that each pair belongs to."""
-        # Stable: in each part by expert, as before. A sort of all instead of reading how many there are of each.
+        # Stable: each arrival stays sorted by expert. A sort of all needs no counts from the device.
         order = torch.argsort(arrival_of_pair, stable=True)
         every = torch.arange(len(self.groups.ends), device=order.device)
         arrivals = []
@@ -122,15 +122,15 @@ class Layout:
 
 
 class Sums:
-    """Sums of entries that belong together, in a fixed order and rounded once."""
+    """Sums entries by index, in a fixed order and rounded once."""
 
     def __init__(self, index: Tensor, count: int) -> None:
-        """index: [entries], to which of `count` sums each belongs."""
+        """index: [entries], the sum to which each entry belongs, below `count`."""
         sorted_index, self._order = torch.sort(index, stable=True)
         self._starts = torch.searchsorted(sorted_index, torch.arange(count, device=index.device))
 
     def sum(self, entries: Tensor) -> Tensor:
-        """Return [count, ...] of [entries, ...]; zeros for a sum of nothing."""
+        """Return the sums [count, ...] of [entries, ...]; empty sums are 0."""
         if not len(entries):
             return entries.new_zeros(len(self._starts), *entries.shape[1:])
         return functional.embedding_bag(self._order, entries, self._starts, mode="sum")
@@ -138,17 +138,17 @@ class Sums:
 
 @dataclass(frozen=True, eq=False)
 class Arrival:
-    """Pairs whose rows arrive at one time."""
+    """Pairs whose rows arrive together."""
 
     indices: Tensor
-    """Among all pairs: those of an expert follow each other, because rows of one member do."""
+    """Indices among all pairs; the pairs of an expert are contiguous, because the rows of a member are."""
     groups: Groups
 
 
 def alone(index: Tensor, experts: int) -> Layout:
     """Return the layout of a process that holds all experts.
 
-    index: [tokens, choices], numbers of experts.
+    index: [tokens, choices], indices of experts.
     """
     tokens, choices = index.shape
     present = index < experts
@@ -171,35 +171,35 @@ def alone(index: Tensor, experts: int) -> Layout:
 
 
 def spread(index: Tensor, experts: int, exchange: Exchange) -> Layout:
-    """Return the layout of a member of a group; two exchanges, and one wait for the device.
+    """Return the layout of a member of a group. Needs two exchanges and waits for the device once.
 
-    Experts are spread as `torch.chunk` does: each member has the next ceil(experts / members), the last ones fewer.
+    Experts are divided like by `torch.chunk`: each member has the next ceil(experts / members), the last ones fewer.
     """
     tokens, choices = index.shape
     members, rank = exchange.size, exchange.rank
-    local = -(-experts // members)
-    owner = torch.where(index >= experts, members, index // local)
+    per_member = -(-experts // members)
+    owner = torch.where(index >= experts, members, index // per_member)
     order_of_members = [rank, *(member for member in range(members) if member != rank)]
-    goes = torch.stack([(owner == member).any(1) for member in order_of_members])
-    meets = torch.stack([(owner == member).sum() for member in range(members)])
-    rows = goes.sum(1)[torch.argsort(torch.tensor(order_of_members, device=index.device))]
-    sent_counts, received_counts = exchange.counts(torch.stack([rows, meets], 1))
+    is_sent = torch.stack([(owner == member).any(1) for member in order_of_members])
+    pair_counts = torch.stack([(owner == member).sum() for member in range(members)])
+    rows = is_sent.sum(1)[torch.argsort(torch.tensor(order_of_members, device=index.device))]
+    sent_counts, received_counts = exchange.counts(torch.stack([rows, pair_counts], 1))
     sent, received = [entry[0] for entry in sent_counts], [entry[0] for entry in received_counts]
     pairs_by_source = [entry[1] for entry in received_counts]
     local_rows, sent[rank], received[rank] = sent[rank], 0, 0
-    # Flags first, in order: like nonzero, but the number of rows is known already.
-    selected = torch.argsort(goes.reshape(-1).logical_not(), stable=True)[: local_rows + sum(sent)]
+    # Set flags first, in order: like nonzero, but the number of rows is already known.
+    selected = torch.argsort(is_sent.reshape(-1).logical_not(), stable=True)[: local_rows + sum(sent)]
     token_of_row = selected % tokens
     member_of_row = torch.tensor(order_of_members, device=index.device)[selected // tokens]
     present = owner[token_of_row] == member_of_row[:, None]
-    ids = torch.where(present, index[token_of_row] - (member_of_row * local)[:, None], local).to(torch.int32)
+    ids = torch.where(present, index[token_of_row] - (member_of_row * per_member)[:, None], per_member).to(torch.int32)
     row_ids = ids.new_empty(local_rows + sum(received), choices)
     row_ids[:local_rows] = ids[:local_rows]
     exchange.start(row_ids[local_rows:], ids[local_rows:], received, sent, "choices").wait()
     pairs = sum(pairs_by_source)
     expert, order = torch.sort(row_ids.reshape(-1), stable=True)
     expert, order = expert[:pairs], order[:pairs]
-    held = max(0, min(local, experts - rank * local))
+    held = max(0, min(per_member, experts - rank * per_member))
     every = torch.arange(held, device=index.device, dtype=expert.dtype)
     return Layout(
         tokens=tokens,

@@ -1,22 +1,22 @@
-"""What runs beside the exchange of experts: chosen by what products and transfers cost, and how long passes take then.
+"""How the exchange of experts overlaps with products, chosen by their costs, and how long the passes then take.
 
-Of one layer on one member of an expert group, with the letters of the formulas:
+For a layer on a member of an expert group, the formulas use:
 
-    C        one way of all rows                x1, x2   products of F: of what arrives, of what leaves
-    a        share of own rows                  y2, y1   the same of the input's gradient
+    C        transfer of all rows, one way      x1, x2   products of F: of arriving rows, of rows sent back
+    a        share of local rows                y2, y1   the same for the input's gradient
     J        blocks of columns                  g        the gate
-    o        what one more block costs          w        weight gradients
+    o        cost of an additional block        w        weight gradients
 
-    t1    all has arrived and is multiplied: each part of the rows once it is there and those before are done; then g
+    t1    all rows have arrived and are multiplied, each part once it is there and earlier parts are done; then g
     last  = t1 + (x2 + C) / J + (J - 1) / J max(x2, C)    the last block is back
     F     = route + max(t1 + x2, last) + (J - 1) o
-    I     the same with y2 and y1 and without route; the gate is made again while rows arrive
-    B     = max(t1 + y1 + w, last) + (J - 1) o             weight gradients run under the transfer
+    I     the same with y2 and y1 and without route; the gate is recomputed while rows arrive
+    B     = max(t1 + y1 + w, last) + (J - 1) o             weight gradients overlap with the transfer
     R     = t1                                             sends nothing back, and keeps the layout
     J*    = sqrt(min(x2, C) / o)
 
-Products read the weights once per part of the rows, so more parts pay while what they hide is more than that. That
-transfers take multiprocessors from products is left out. A process that has all experts exchanges nothing.
+Products read the weights once per part of the rows, so more parts pay off as long as they hide more time than that. The
+model ignores that transfers occupy multiprocessors. A process that has all experts exchanges nothing.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
 
 MOST_COLUMNS, COLUMNS_WITHOUT_COSTS = 8, 4
 LEAST_WIDTH = 256
-"""Columns of a block that "auto" makes: narrower products are slow."""
+"""Fewest columns of a block that "auto" chooses: narrower products are slow."""
 _LEAST_GAIN = 0.02
-"""Of the time until all is multiplied: not worth further parts."""
+"""As a fraction of the time until all rows are multiplied: smaller gains do not justify more parts."""
 _WHOLE_COLUMNS = 128
-"""Blocks of columns are multiples of it, where there are that many."""
+"""Block widths are multiples of this, if the number of columns is."""
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """What runs beside transfers."""
+    """How transfers overlap with products."""
 
     columns: int = 1
-    """Blocks of columns of a product that leaves."""
+    """Number of blocks of columns in which results are sent back."""
     arrivals: int = 1
-    """Products of what arrives, each of which reads the matrices: 1 of all rows at once; 2, own rows while others
-    arrive; more, of each member's rows by themselves."""
+    """Number of products of arriving rows, each of which reads the matrices. 1: all rows at once; 2: local rows while
+    others arrive; more: the rows of each member separately."""
 
 
 @declare("experts")
@@ -69,7 +69,7 @@ class ExpertOptions:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What runs beside transfers, and why."""
+    """How transfers overlap with products, and why."""
 
     overlap: Overlap
     reason: str
@@ -78,27 +78,27 @@ class Chosen:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """The experts of one layer over a group, and a microbatch on one member."""
+    """The experts of a layer over a group, and a microbatch on a member."""
 
     tokens: int
     hidden_size: int
     width: int
-    """Of an expert."""
+    """Inner size of an expert."""
     experts: int
-    """Of the whole layer."""
+    """Experts of the entire layer."""
     choices: int
-    """Experts of a token."""
+    """Experts per token."""
     members: int
-    """Of the expert group."""
+    """Size of the expert group."""
     gated: bool = True
-    """Experts have two first matrices."""
+    """Whether experts have two first matrices."""
     bytes_per_element: int = 2
     skew: float = 1.0
-    """What the fullest member gets over the mean."""
+    """Load of the fullest member divided by the mean load."""
 
     @property
     def routed(self) -> ExpertRows:
-        """Where its tokens meet experts."""
+        """The rows of its tokens on the side of the experts."""
         from evenpipe.model.expert_rows import ExpertRows  # configurations are checked without torch
 
         return ExpertRows(
@@ -112,7 +112,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device and its link reach."""
+    """Rates achieved by a device and its link."""
 
     flops: float
     """Floating-point operations of products per second."""
@@ -121,11 +121,11 @@ class Rates:
     link: float
     """Bytes per second that a member sends to the others."""
     latency: float = 15e-6
-    """Seconds of a transfer of nothing."""
+    """Seconds of an empty transfer."""
     launch: float = 5e-6
-    """Seconds of a kernel that does nothing."""
+    """Seconds of an empty kernel."""
     read: float = 20e-6
-    """Seconds of the host's wait for counts of rows."""
+    """Seconds that the host waits for counts of rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,24 +134,24 @@ class Product:
 
     operations: float
     pairs: float
-    """Their bytes."""
+    """Reading and writing the pairs."""
     weights: float
     """Reading the matrices."""
     copies: float
-    """Of rows by pair before it, or of sums by row after it: of each row once, it then is in a cache."""
+    """Copies of rows by pair before it, or of sums by row after it: each row counts once, since it is then cached."""
     placing: float
-    """Results of a part of the pairs are copied to where they belong."""
+    """Copying the results for a part of the pairs to their places."""
     launch: float
 
     def of(self, share: float) -> float:
-        """Return the seconds for that share of the pairs."""
+        """Return the seconds for a share of the pairs."""
         copies = self.copies + (self.placing if share < 1 else 0.0)
         return max(share * self.operations, share * self.pairs + self.weights) + share * copies + self.launch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Seconds of what a layer does, each by itself."""
+    """Seconds of the products, copies and transfers of a layer, without overlap."""
 
     members: int
     one_way: float
@@ -167,18 +167,18 @@ class Work:
     gate: float
     gradient_of_gate: float
     weights: float
-    """w: gradients of all matrices."""
+    """w: weight gradients of all matrices."""
     rows: float
-    """Rows are copied, before they leave and after they are back."""
+    """Copies of rows before they are sent and after they are back."""
     route: float
-    """F finds out who gets which rows."""
+    """Time of F to exchange which member gets which rows."""
     block: float
     """o."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of passes of one layer."""
+    """Seconds of the passes of a layer."""
 
     F: float
     B: float
@@ -188,7 +188,7 @@ class Times:
 
 
 def work_of(layer: Layer, rates: Rates) -> Work:
-    """Return what products, copies and transfers take."""
+    """Return the times of products, copies and transfers."""
     h, f, f1 = layer.hidden_size, layer.width, layer.width * (2 if layer.gated else 1)
     routed, travels = layer.routed, layer.members > 1
     rows, pairs, held = routed.rows, routed.pairs, routed.local
@@ -244,7 +244,7 @@ def times(work: Work, overlap: Overlap) -> Times:
 
 
 def _arrived(work: Work, product: Product, parts: int, *, delay: float) -> float:
-    """Return when all that arrives is multiplied. before: seconds of what is done first."""
+    """Return when all arriving rows are multiplied. delay: seconds of work that comes first."""
     local_share = 1 / work.members
     shares = {1: [], 2: [1 - local_share]}.get(parts, [local_share] * (work.members - 1))
     if not shares:
@@ -256,15 +256,15 @@ def _arrived(work: Work, product: Product, parts: int, *, delay: float) -> float
 
 
 def _last(work: Work, started: float, product: float, columns: int) -> float:
-    """Return when the last block of columns is back: not before all products."""
+    """Return when the last block of columns is back, which is after all products."""
     shorter, longer = sorted([product, work.one_way])
     return started + (shorter + longer) / columns + (columns - 1) / columns * longer
 
 
 def choose(options: ExpertOptions, layer: Layer, rates: Rates | None = None) -> Chosen:
-    """Return what runs beside the transfers of a layer.
+    """Return how the transfers of a layer overlap with products.
 
-    rates: None if they are unknown.
+    rates: None if unknown.
 
     Raises:
         InputError: `arrivals` is above 2, but not the number of members.
@@ -304,14 +304,14 @@ def _arrivals(options: ExpertOptions, work: Work | None) -> tuple[int, str]:
         return _arrived(work, work.arrives, parts, delay=0.0) + backward
 
     by_parts = {parts: seconds_of(parts) for parts in (1, 2, work.members)}
-    enough = (1 + _LEAST_GAIN) * min(by_parts.values())
-    best = next(parts for parts, seconds in by_parts.items() if seconds <= enough)
+    threshold = (1 + _LEAST_GAIN) * min(by_parts.values())
+    best = next(parts for parts, seconds in by_parts.items() if seconds <= threshold)
     listed = ", ".join(f"{parts}: {_ms(seconds)}" for parts, seconds in by_parts.items())
     return best, f"forward and backward by parts, {listed}"
 
 
 def blocks(width: int, count: int) -> Iterator[slice]:
-    """Cut columns into at most so many blocks."""
+    """Split columns into at most `count` blocks."""
     size = -(-width // count)
     if width % _WHOLE_COLUMNS == 0:
         size = -(-size // _WHOLE_COLUMNS) * _WHOLE_COLUMNS

@@ -1,4 +1,4 @@
-"""Says which models have no experts that several processes can share, and why."""
+"""Rejects models whose experts cannot be divided among processes, with the reason."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from evenpipe.words import refused
 
 
 def check_experts(description: Description, ep: int) -> None:
-    """Check that `ep` processes can share the experts of every layer.
+    """Check that the experts of every layer can be divided among `ep` processes.
 
-    Raises InputError: one sentence names the reason, and what would be accepted.
+    Raises InputError: one sentence gives the reason, and what would be accepted.
     """
     if ep == 1:
         return
@@ -31,7 +31,7 @@ def check_experts(description: Description, ep: int) -> None:
 
 
 def _reasons(modules: list[tuple[str, nn.Module]]) -> Iterator[str]:
-    """Yield why the experts of a model cannot be shared; `modules`: all modules that use the interface, by name."""
+    """Yield reasons why the experts of a model cannot be divided; `modules`: all that use the interface, by name."""
     if not modules:
         yield "has no experts that run through transformers' experts interface"
     holder: dict[int, str] = {}
@@ -57,6 +57,6 @@ def _reasons(modules: list[tuple[str, nn.Module]]) -> Iterator[str]:
 
 
 def _names(module: nn.Module) -> set[str]:
-    """Return the names that the parameters of experts have."""
+    """Return the expected names of the parameters of experts."""
     matrices = {"gate_up_proj" if module.has_gate else "up_proj", "down_proj"}
     return matrices | {f"{name}_bias" for name in matrices} if module.has_bias else matrices

@@ -1,4 +1,4 @@
-"""What the experts of a device know of the passes of a step: which one runs, and where its tokens went in F."""
+"""What the experts of a device know about the passes of a step: the current pass, and where its tokens went in F."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from evenpipe.experts.layout import Layout
 
 
 class Running(Protocol):
-    """The pass that runs."""
+    """The current pass."""
 
     step: int
     """Counts steps and evaluations."""
     place: tuple[int, int] | None
-    """Its stage and unit; None: no backward follows."""
+    """Stage and unit of the pass; None: no backward follows."""
 
 
 class Routing:
-    """The layouts of forwards whose backward is still to come, by stage, unit and layer.
+    """The layouts of forwards whose backward has not run yet, by stage, unit and layer.
 
-    A repeated forward (R, or a checkpointed layer in its backward) uses that of F: all members of a group then agree on
-    what travels, even where a router that is computed again rounds otherwise.
+    A repeated forward (R, or a checkpointed layer in its backward) uses the layout of F: all members of a group then
+    agree on what is sent, even if a recomputed router rounds differently.
     """
 
     def __init__(self, running: Running) -> None:
@@ -33,7 +33,7 @@ class Routing:
         return len(self._layouts)
 
     def layout(self, layer: str, make: Callable[[], Layout]) -> Layout:
-        """Return the layout of a layer's experts in this pass: that of F, if there was one."""
+        """Return the layout of a layer's experts in this pass: that of F, if it has run."""
         if self._running.step != self._step:  # remains of a failed step
             self._layouts.clear()
             self._step = self._running.step
@@ -45,6 +45,6 @@ class Routing:
         return self._layouts[stage_and_unit, layer]
 
     def end(self, layer: str) -> None:
-        """In the backward of a layer, which is the last to need its layout."""
+        """Release a layer's layout, in its backward, which is the last to need it."""
         assert self._running.place is not None
         del self._layouts[self._running.place, layer]

@@ -1,1 +1,1 @@
-"""What is done to the layers of a stage: split backwards, checkpointing, compilation, experts one by one."""
+"""Transformations of the layers of a stage: split backwards, checkpointing, compilation."""

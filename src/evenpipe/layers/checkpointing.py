@@ -1,22 +1,23 @@
 """Activation checkpointing of single layers: a layer's activations are recomputed when its backward needs them.
 
-    "none"        everything that autograd saves stays from F to B (or I)
-    "full"        only the layer's input stays; its forward is repeated in B (or I), never in W
-    "selective"   the results of products and of attention stay too; only the operations between them are repeated
+    "none"        everything that autograd saves is kept from F to B (or I)
+    "full"        only the layer's input is kept; its forward is repeated in B (or I), never in W
+    "selective"   the results of products and attention are kept too; only the operations between them are repeated
 
-"full" is our own implementation, "selective" is `torch.utils.checkpoint` with its standard policy, or if activations go
-to the host, with a policy that passes kept tensors to them. Both replace the tensors that autograd saves within one
-graph ("non-reentrant"): gradients are summed in the order of the plain backward, and hooks of parameters run once. A
-microbatch with R in its order has all activations before its backward, so layers keep all of them there: see `Switch`.
+"full" is our own implementation. "selective" is `torch.utils.checkpoint` with its standard policy, or, if activations
+are offloaded to the host, with a policy that offloads the kept tensors. Both replace the tensors that autograd saves
+within one graph ("non-reentrant"): gradients are summed in the order of the plain backward, and hooks of parameters run
+once. If a microbatch has an R in its schedule, all activations exist before its backward, and its layers keep all of
+them: see `Switch`.
 
 "full" does not use torch's implementation because of host time. For a small Llama layer on the CPU (F and B together
 take 645 us of processor time without checkpointing; `benchmarks/layer_host_time.py`) torch's adds 1070 us and this one
 670, of which the second forward takes 275. An autograd function with a backward inside its backward adds 460, but it
-sums the gradients of a parameter that several layers share in another order, runs its hooks several times, and cannot
-stop early. This one does, like torch's: the second forward stops after the last tensor that the backward needs, so the
+sums the gradients of a parameter shared by several layers in another order, runs its hooks several times, and cannot
+stop early. This one can, like torch's: the second forward stops after the last tensor that the backward needs, so the
 last product of the layer (a quarter of a Llama layer's work) is not repeated.
 
-The input is saved through autograd, so that changes in place are detected, and hooks on saved tensors around the layer
+The input is saved through autograd, so that in-place changes are detected, and hooks on saved tensors around the layer
 see it.
 """
 
@@ -53,10 +54,10 @@ class Switch:
     """Shared by all layers of a device."""
 
     off: bool = False
-    """While True, checkpointed layers keep everything, like plain ones: the current microbatch has R."""
+    """While True, checkpointed layers keep everything, like plain ones, because the current microbatch has an R."""
     hooks: tuple[Pack, Unpack] | None = None
-    """If set, "selective" stores the result of the first hook for a tensor, and computes with the result of the second:
-    torch keeps products where hooks on saved tensors do not see them."""
+    """If set, "selective" stores the result of the first hook instead of a tensor, and computes with the result of the
+    second. Needed because hooks on saved tensors do not see the products that torch keeps."""
 
 
 def check_choices(choices: Iterable[str]) -> None:
@@ -72,7 +73,7 @@ class Checkpointing:
     """The `LayerTransform` that lets layers recompute their activations."""
 
     choices: Sequence[str]
-    """By number of the layer in the model."""
+    """By index of the layer in the model."""
     switch: Switch
     torch_device: torch.device
 
@@ -82,9 +83,9 @@ class Checkpointing:
 
 
 def checkpoint_layer(layer: nn.Module, choice: str, switch: Switch, torch_device: torch.device) -> None:
-    """Wrap a layer's forward with the choice; hooks of the layer stay outside and run once.
+    """Wrap a layer's forward according to the choice; hooks of the layer remain outside and run once.
 
-    The layer's own checkpointing in transformers is switched off.
+    transformers' own checkpointing of the layer is disabled.
     """
     if choice == "none":
         return
@@ -94,8 +95,7 @@ def checkpoint_layer(layer: nn.Module, choice: str, switch: Switch, torch_device
 
 
 def checkpointed(forward: Forward, choice: str, switch: Switch, torch_device: torch.device) -> Forward:
-    """Return `forward` with the same arguments and results, checkpointed if a graph is made and the switch is not
-    off."""
+    """Return a function like `forward` that is checkpointed if grad mode is enabled and the switch is not off."""
 
     @functools.wraps(forward)
     def with_checkpointing(*args: Any, **kwargs: Any) -> Any:
@@ -131,8 +131,8 @@ PRODUCTS = [
     _aten._flash_attention_forward.default,
     torch._higher_order_ops.flex_attention,
 ]
-"""Kept by "selective": these cost far more time than the bytes of their results are worth. Our own are added where they
-are defined (`layers/own_operations.py`)."""
+"""Operations whose results "selective" keeps: repeating them costs far more time than the memory is worth. Operations
+of evenpipe are added where they are defined (`layers/own_operations.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def _handing_over(pack: Pack, unpack: Unpack) -> tuple[TorchDispatchMode, TorchD
 
 
 class _Keeping(TorchDispatchMode):
-    """Keeps results of products, in the order of computation."""
+    """Keeps the results of products in the order of computation."""
 
     def __init__(self, products: deque[tuple[Any, Any]], pack: Pack) -> None:
         super().__init__()
@@ -178,11 +178,11 @@ class _Taking(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in PRODUCTS:
             return func(*args, **(kwargs or {}))
-        known, result = self._products.popleft() if self._products else (None, None)
-        if known is not func:
+        expected, result = self._products.popleft() if self._products else (None, None)
+        if expected is not func:
             raise RuntimeError(
-                f"a checkpointed layer computed {known or 'nothing more'}, but {func} in its recomputation: its forward"
-                " depends on more than its arguments"
+                f"a checkpointed layer computed {expected or 'nothing more'}, but {func} in its recomputation: its"
+                " forward depends on more than its arguments"
             )
         return tree_map_only(_Product, self._take, result)
 
@@ -201,7 +201,7 @@ for _mode in (_Keeping, _Taking):
 
 
 def run_checkpointed(forward: Forward, choice: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch's own checkpointing, "full" or "selective", which torch.compile supports."""
+    """Run with torch's own checkpointing, "full" or "selective", which torch.compile supports."""
     if choice == "full":
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     contexts = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
@@ -212,7 +212,7 @@ def run_checkpointed(forward: Forward, choice: str, args: tuple[Any, ...], kwarg
 
 
 class _Saved:
-    """Replaces one tensor that autograd wanted to save; owned only by the graph."""
+    """Replaces a tensor that autograd wanted to save; owned only by the graph."""
 
     __slots__ = ("__weakref__", "dtype", "shape", "tensor")
 
@@ -222,8 +222,8 @@ class _Saved:
 
 
 def only_saves(count: int = 1) -> bool:
-    """Return whether a layer's forward is being repeated and the next `count` saved tensors are the last ones needed:
-    other results are ignored then."""
+    """Return whether a layer's forward is being repeated and the next `count` saved tensors are the last ones needed;
+    other results are then ignored."""
     call = _repeated.call
     return call is not None and call.remaining == count
 
@@ -233,7 +233,7 @@ class _AllComputed(BaseException):
 
 
 class _Call:
-    """One call of a layer: how to repeat it, and which tensors the graph will need."""
+    """A call of a layer: how to repeat it, and which tensors the graph will need."""
 
     def __init__(
         self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], torch_device: torch.device
@@ -242,8 +242,7 @@ class _Call:
         self._random_state: RandomState | None = RandomState.of(torch_device)
         self._saved: list[ReferenceType[_Saved]] = []
         self._recomputed = 0
-        # Inputs with a gradient (the hidden states) are saved by a node of the graph, other arguments are kept as they
-        # are.
+        # Inputs with a gradient (the hidden states) are saved by a node of the graph, other arguments are kept here.
         self._arguments: dict[Any, Any] = dict(enumerate(args)) | kwargs
         self._differentiable = [
             key for key, value in self._arguments.items() if isinstance(value, Tensor) and value.requires_grad
@@ -254,7 +253,7 @@ class _Call:
             for key, value in self._arguments.items()
             if isinstance(value, Tensor) and not value.is_inference()
         }
-        # All of it, since torch 2.11 frees what the node saves once nothing holds its output.
+        # The entire output, since torch 2.11 frees the saved tensors of the node once nothing holds its output.
         self._inputs: Any = _Inputs.apply(*inputs) if inputs else None
 
     def forget(self, tensor: Tensor) -> _Saved:
@@ -264,7 +263,7 @@ class _Call:
         return saved
 
     def recall(self, saved: _Saved) -> Tensor:
-        """Return that tensor from the second run, which the backward's first request starts."""
+        """Return that tensor from the second run, which starts at the first request of the backward."""
         if self._forward is not None:
             self._run_again()
         assert saved.tensor is not None
@@ -274,7 +273,7 @@ class _Call:
         forward, random_state = self._forward, self._random_state
         assert forward is not None and random_state is not None
         arguments = self._arguments
-        for key, version in self._versions.items():  # autograd looks after those with a gradient
+        for key, version in self._versions.items():  # autograd checks those with a gradient
             if arguments[key]._version != version:
                 raise RuntimeError(
                     f"argument {key} of a checkpointed layer {list(arguments[key].shape)} was changed in place, and its"
@@ -303,7 +302,7 @@ class _Call:
 
     @property
     def remaining(self) -> int:
-        """How many tensors are still to be saved."""
+        """Number of tensors still to be saved."""
         return len(self._saved) - self._recomputed
 
     def _save_again(self, tensor: Tensor) -> None:
@@ -315,7 +314,7 @@ class _Call:
                     f" {list(tensor.shape)} {tensor.dtype} in its recomputation: its forward depends on more than its"
                     " arguments"
                 )
-            saved.tensor = tensor.detach()  # its graph would keep all of the second run alive
+            saved.tensor = tensor.detach()  # its graph would keep the entire second run alive
         self._recomputed += 1
         if self._recomputed == len(self._saved):
             raise _AllComputed
@@ -326,7 +325,7 @@ def _never(packed: None) -> Tensor:
 
 
 class _Repeated(threading.local):
-    """The call that is repeated, in each thread: backwards of a thread run one after the other."""
+    """The call that is being repeated, per thread: the backwards of a thread run one after the other."""
 
     call: _Call | None = None
 
@@ -335,7 +334,7 @@ _repeated = _Repeated()
 
 
 class _Inputs(torch.autograd.Function):
-    """Only saves tensors; never gets a gradient."""
+    """Saves tensors only; never gets a gradient."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:

@@ -3,26 +3,26 @@
 A compiled region cannot put tensors into a queue: its backward is a separate graph, which would reuse the memory of a
 queued tensor. So the inputs of W leave the region as gradients. Each split linear layer gets two more inputs, *taps*,
 with the shapes of its input and of its output's gradient; they take no memory and are never read. The region's backward
-returns the input and the output's gradient as "the gradients of the taps", and the node outside of the region that
-makes the taps queues them. This needs no graph break and no copy, and the same tensors stay between I and W as without
+returns the input and the output's gradient as "the gradients of the taps", and the node outside the region that created
+the taps queues them. This needs no graph break and no copy, and the same tensors are kept between I and W as without
 compilation.
 
     hidden ---> _Taps ---> taps, detached weights, hidden ---> [ compiled layer ] ---> output
     queue  <--- _Taps <--- x and g of every linear layer  <--- [ its backward   ] <--- gradient
 
-Weights go in detached: a compiled region gives every parameter that it sees a gradient, even if empty, and hooks of the
-parameter would run in I.
+Weights are passed detached: a compiled region gives every parameter that it sees a gradient, even if empty, and hooks
+of the parameter would run in I.
 
-The decoder layers are compiled one by one; layers of one structure share the compiled code. Not compiled are the rest
-of the model's own forward (masks, rotary tables, modules before and after the layers), the vocabulary layers and the
+Each decoder layer is compiled separately; layers of the same structure share the compiled code. Not compiled are the
+rest of the model's forward (masks, rotary tables, modules before and after the layers), the vocabulary layers and the
 loss, W, and the first forward with a split backward, which shows how a layer uses its linear layers. A linear layer
 that is used several times, or not on all tokens, has its weight gradient in I. Checkpointing of a compiled layer is
-torch's own, inside of the region: there it costs no host time, and the compiler drops what the backward does not need.
+torch's own, inside the region: there it costs no host time, and the compiler drops what the backward does not need.
 
 If torch.compile finds no single graph, a layer is compiled in pieces, which is logged: between exchanges of tensor
 ranks, attention of context ranks, slices and documents, and experts. Then "full" is our checkpointing, around the
-pieces. "selective" is what the compiler does in each piece anyway: it keeps products and computes again what lies
-between them, if that is less to keep.
+pieces. "selective" is what the compiler does in each piece anyway: it keeps products and recomputes the operations
+between them, if that saves memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 Forward = Callable[..., Any]
 
 PIECES = "pieces"
-"""In place of a choice of checkpointing: a layer that is no single graph, without checkpointing inside."""
+"""Used instead of a checkpointing choice: the layer is not a single graph, and has no checkpointing inside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,10 @@ def compile_layer(
     *,
     backend: str = "inductor",
 ) -> None:
-    """Compile a layer's forward, and its backward with it, on the first call; hooks of the layer stay outside.
+    """Compile a layer's forward and backward on the first call; hooks of the layer remain outside.
 
     Args:
-        queue: as of `SplitBackward`.
+        queue: as for `SplitBackward`.
         checkpointing: "none", "full" or "selective".
         switch: while it is off, the layer keeps everything for its backward.
         backend: of torch.compile.
@@ -114,14 +114,16 @@ class _CompiledLayer:
     _linears: list[SplitLayer] = field(default_factory=list)
     """Linear layers with taps, as long as these weights are trainable."""
     _in_pieces: bool = False
-    """Whether it is known to be no single graph."""
+    """Whether the layer is known not to be a single graph."""
     _ran: bool = False
-    """Whether it has run compiled."""
+    """Whether the compiled layer has run."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments: dict[int | str, Any] = dict(enumerate(args))
         arguments.update(kwargs)
-        key = next((key for key, value in arguments.items() if isinstance(value, Tensor)), None)  # of the hidden states
+        key = next(
+            (key for key, value in arguments.items() if isinstance(value, Tensor)), None
+        )  # that of the hidden states
         if key is not None and not self._queue.takes(arguments[key]):
             key = None
         if key is not None and self._once is None:
@@ -141,7 +143,7 @@ class _CompiledLayer:
         return run(*args, **kwargs)
 
     def _run(self, choice: str, key: int | str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the compiled layer. key: of the hidden states among the arguments, if the backward is split."""
+        """Run the compiled layer. key: key of the hidden states among the arguments, if the backward is split."""
         if self._ran:
             return self._run_compiled(choice, key, args, kwargs)
         with _counting_breaks(type(self._layer).__name__):
@@ -194,7 +196,7 @@ class _CompiledLayer:
         return result
 
     def _choose_linears(self, candidates: list[SplitLayer]) -> list[SplitLayer]:
-        """Return those that are trainable, if no layer without taps uses their parameters."""
+        """Return the trainable candidates whose parameters are not used by any layer without taps."""
         tapped = {linear for linear in candidates if is_trained(linear)}
         untapped = {
             parameter
@@ -211,7 +213,7 @@ class _CompiledLayer:
 
 @contextmanager
 def _counting_breaks(kind: str) -> Iterator[None]:
-    """Say once for each kind of layers how often torch.compile breaks its graph."""
+    """Log once for each kind of layer how often torch.compile breaks its graph."""
     from torch._dynamo.utils import counters
 
     count_before = counters["graph_break"].total()
@@ -227,11 +229,11 @@ _told: set[str] = set()
 
 @functools.cache
 def _compiled(backend: str, choice: str) -> tuple[Forward, Forward]:
-    """Return `_run` and `_run_tapped`, for layers of one choice. Checkpointed ones must be a single graph; pieces are
-    compiled for each length of a sequence, so that a repeated forward takes the same ones.
+    """Return `_run` and `_run_tapped` compiled for layers with a choice. Checkpointed layers must be a single graph;
+    pieces are compiled for each sequence length, so that a repeated forward uses the same ones.
 
-    Each has its own code object: torch.compile limits how often it compiles one, and when it gives up, it does so for
-    all functions with that code object, including those that must be a single graph.
+    Each has its own code object, since torch.compile limits how often it compiles a code object, and when it gives up,
+    it does so for all functions with that code object, including those that must be a single graph.
     """
     options: dict[str, Any] = {"fullgraph": choice not in {"none", PIECES}}
     if choice == PIECES:
@@ -247,14 +249,14 @@ def _copy(function: Any, name: str) -> Any:
 
 
 def _unsupported() -> tuple[type[BaseException], ...]:
-    """Return the exceptions that torch.compile raises if it does not find a required single graph, or too many."""
+    """Return the exceptions of torch.compile if it does not find a required single graph, or compiles too often."""
     from torch._dynamo import exc
 
     return exc.Unsupported, exc.UserError, exc.UncapturedHigherOrderOpError, exc.FailOnRecompileLimitHit
 
 
 def _run(forward: Forward, layer: nn.Module, choice: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compiled: a layer whose parameters have their gradients in the backward."""
+    """Compiled function: a layer whose parameters get their gradients in the backward."""
     if choice == "none":
         return forward(layer, *args, **kwargs)
     run = run_checkpointed if torch.compiler.is_compiling() else _run_uncompiled
@@ -263,8 +265,8 @@ def _run(forward: Forward, layer: nn.Module, choice: str, args: tuple[Any, ...],
 
 @torch.compiler.disable
 def _run_uncompiled(forward: Forward, choice: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Used when torch.compile has given up on a whole frame: otherwise it would compile pieces of it, but not when the
-    backward repeats them."""
+    """Used when torch.compile has given up on an entire frame: it would otherwise compile pieces of it in the forward,
+    but not when the backward repeats them."""
     return run_checkpointed(forward, choice, args, kwargs)
 
 
@@ -278,14 +280,14 @@ def _run_tapped(
     linears: list[SplitLayer],
     layer_taps: list[Taps],
 ) -> Any:
-    """Compiled: a layer whose linear layers return the inputs of W."""
+    """Compiled function: a layer whose linear layers return the inputs of W."""
 
     def set_taps() -> None:
         for linear, taps in zip(linears, layer_taps, strict=True):
             linear._tapped = taps
 
-    # The first access puts a guard on `choice`: pieces compiled without checkpointing are not reused with it. Inside of
-    # a checkpointed region nothing may be assigned.
+    # The first access puts a guard on `choice`: pieces compiled without checkpointing are not reused with it. Nothing
+    # may be assigned inside a checkpointed region.
     if choice == "none" or torch.compiler.is_compiling():
         set_taps()
         result = _run(forward, layer, choice, args, kwargs)
@@ -299,7 +301,7 @@ def _run_tapped(
         finally:
             _clear_taps(linears)
 
-    # Not compiled after all: the backward may repeat this, and then it needs its taps again.
+    # Not compiled after all: the backward may repeat this, and then needs the taps again.
     return _run(with_taps, layer, choice, args, kwargs)
 
 
@@ -309,11 +311,11 @@ def _clear_taps(linears: list[SplitLayer]) -> None:
 
 
 class _Taps(torch.autograd.Function):
-    """Makes two taps for each linear layer, and queues the tensors returned as their gradients."""
+    """Creates two taps for each linear layer, and queues the tensors returned as their gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, linears: list[SplitLayer]) -> tuple[Tensor, ...]:
-        """hidden: only there so that the taps need gradients; its shape gives the number of tokens."""
+        """hidden: makes the taps require gradients; its shape gives the number of tokens."""
         ctx.linears = linears
         ctx.set_materialize_grads(False)
         tokens = hidden.numel() // hidden.shape[-1]
@@ -326,7 +328,7 @@ class _Taps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
-        for index in reversed(range(len(ctx.linears))):  # in the order of autograd
+        for index in reversed(range(len(ctx.linears))):  # in the order in which autograd reaches the layers
             linear, hidden, gradient = ctx.linears[index], gradients[2 * index], gradients[2 * index + 1]
             if hidden is not None and gradient is not None:
                 linear._weight_gradients.add(linear_entry(linear, hidden.detach(), gradient.detach()))

@@ -1,11 +1,11 @@
 """The graph of a stage: where autograd enters it, and where its backward begins.
 
     F    inputs = graph.enter(inputs)       stage(*inputs) -> outputs
-         graph.leave(outputs)               the graph stays, and the outputs themselves need not
+         graph.leave(outputs)               the graph is kept, and the outputs may be freed
     B    graph.backward(gradients)          -> gradients of the inputs
 
-Layers decide what depends on what: a skipped layer returns its input, `detach` or `no_grad` ends the way of gradients.
-So an output may depend on the inputs, on parameters only, or on nothing that has a gradient.
+Dependences are determined by the layers: a skipped layer returns its input, `detach` or `no_grad` stops gradients. So
+an output may depend on the inputs, on parameters only, or on nothing that requires a gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 
 class StageGraph:
-    """The graph of one forward of a stage."""
+    """The autograd graph of a stage's forward."""
 
     __slots__ = ("_anchor", "_edges", "_gradients")
 
@@ -27,15 +27,15 @@ class StageGraph:
         """anchor: an empty tensor that requires a gradient, so that operations on inputs have a graph."""
         self._anchor = anchor
         self._edges: list[Any] = []
-        """For each output, where its graph begins; None: it has none."""
+        """For each output, the edge where its graph begins; None: it has no graph."""
         self._gradients: list[list[Tensor]] = []
         """For each input, a list for its gradient."""
 
     def enter(self, inputs: Sequence[Tensor], differentiable: Sequence[int]) -> list[Tensor]:
-        """Return the inputs for the layers, which may change them in place: they share memory with `inputs`, and
-        autograd notices if something else needs those as they were. Only the graph keeps them.
+        """Return the inputs for the layers, which may modify them in place: they share memory with `inputs`, and
+        autograd detects if anything else needs the unmodified values. Only the graph keeps them alive.
 
-        differentiable: places of the inputs of which the backward returns a gradient.
+        differentiable: indices of the inputs whose gradients the backward returns.
         """
         entered = [*inputs]
         for index in differentiable:
@@ -46,12 +46,12 @@ class StageGraph:
 
     def leave(self, outputs: Iterable[Tensor]) -> None:
         """Keep what the backward from these outputs needs."""
-        for output in outputs:  # those without a gradient depend neither on an input nor on a parameter
+        for output in outputs:  # without a gradient, it depends neither on an input nor on a parameter
             self._edges.append(get_gradient_edge(output) if output.requires_grad else None)
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Run the backward, once, from a gradient for each output. Return those of the differentiable inputs;
-        None where no output depends on one."""
+        """Run the backward, once, from a gradient for each output. Return the gradients of the differentiable inputs;
+        None for an input on which no output depends."""
         edges, self._edges = self._edges, []
         if None in edges:
             gradients = [gradient for edge, gradient in zip(edges, gradients, strict=True) if edge is not None]
@@ -67,7 +67,7 @@ class _Entrance(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor, gradients: list[Tensor]) -> Tensor:
         ctx.gradients = gradients
-        return tensor.detach()  # no view: autograd lets nobody change a view in place that a function returned
+        return tensor.detach()  # not a view: autograd forbids in-place changes of a view returned by a function
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:

@@ -1,7 +1,7 @@
-"""Computations of ours as single operations of torch.
+"""Defines computations of evenpipe as single torch operations.
 
-A dispatch mode sees each of them as a whole, so that "selective" checkpointing keeps its result like those of other
-products, and repeats neither the products inside of it nor their transfers.
+A dispatch mode sees each of them as one operation, so that "selective" checkpointing keeps its result like those of
+other products, and repeats neither the products inside it nor their transfers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from evenpipe.model.fp64 import InFp64
 _library = torch.library.Library("evenpipe", "DEF")
 
 WITHIN: dict[str, Callable[..., Any]] = {}
-"""What each operation runs, by its full name, for those who count what is allocated inside of it."""
+"""The function that each operation runs, by its full name, to count allocations inside it."""
 
 
 def own_operation(signature: str, computed: Callable[..., Any], *, is_product: bool = True) -> Any:
@@ -26,12 +26,12 @@ def own_operation(signature: str, computed: Callable[..., Any], *, is_product: b
 
     Args:
         signature: "name(Tensor x, ...) -> Tensor": results share no memory with arguments.
-        computed: what it runs.
+        computed: the function that it runs.
         is_product: "selective" checkpointing keeps its result.
     """
 
     def run(*arguments: Any) -> Any:
-        with InFp64() if InFp64.is_entered() else nullcontext():  # torch leaves function modes outside of operations
+        with InFp64() if InFp64.is_entered() else nullcontext():  # torch disables function modes inside operations
             return computed(*arguments)
 
     name = signature.partition("(")[0]

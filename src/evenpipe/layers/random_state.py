@@ -1,16 +1,16 @@
-"""Random numbers of torch in layers, such as dropout: which ones a layer draws, and how it draws them again.
+"""Random numbers of torch in layers, such as dropout: which numbers a layer draws, and how it draws them again.
 
 Each step draws one number, the same on all processes. Before a layer's forward the generators are seeded by
 
-    that number, the unit (a microbatch of any replica, or a slice of one), the layer, and the process's share of them
+    that number, the unit (a microbatch of any replica, or a slice of one), the layer, and the process's share of it
 
 so a layer draws the same numbers wherever and whenever it runs: stages, schedules, vocabulary modes and replicas do not
 matter, as long as the microbatches have the same rows. Processes that share a layer's tokens or heads (tensor and
 context ranks) draw different ones for their shares. What a model draws before its layers has a seed too. After the step
 the generators continue as if nothing had been drawn.
 
-Seeding takes 3 us on the host (on a GPU the state of its generator is on the host, too), getting and setting a state
-instead 5 us.
+Seeding takes 3 us on the host (the state of a GPU's generator is on the host, too); getting and setting a state would
+take 5 us.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BITS = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """State of the host's generator, and of the GPU's if it computes on one."""
+    """State of the host's generator, and of the GPU's generator if the device is a GPU."""
 
     host: Tensor
     gpu: Tensor | None
@@ -49,7 +49,7 @@ class RandomState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Draw numbers inside from this state; outside nothing changes."""
+        """Draw numbers from this state inside; restore the current state on exit."""
         with torch.random.fork_rng([] if self.gpu is None else [self.torch_device]):
             self.restore()
             yield
@@ -76,7 +76,7 @@ class Draws:
     """Seeds the generators of a process for the layers of its stages."""
 
     def __init__(self, torch_device: torch.device, share: int) -> None:
-        """share: number of this process among those that share each layer."""
+        """share: index of this process among the processes that share each layer."""
         self._torch_device, self._share = torch_device, share
         self._gpu: torch.Generator | None = None
         if torch_device.type == "cuda":
@@ -92,7 +92,7 @@ class Draws:
 
     @contextmanager
     def step(self, number: int, first_unit: int) -> Iterator[None]:
-        """Seed the layers inside. number: drawn for the step; first_unit: number of this replica's first unit among
+        """Seed the layers inside. number: drawn for the step; first_unit: index of this replica's first unit among
         those of all replicas."""
         state = RandomState.of(self._torch_device)
         self._number, self._first = number, first_unit

@@ -1,21 +1,21 @@
-"""The split backward: I leaves (input, output gradient) of every linear layer in a queue, W multiplies them.
+"""The split backward: I puts (input, output gradient) of every linear layer in a queue, W multiplies them.
 
 A linear layer of a stage becomes an instance of a subclass (its class is changed, so that wrappers and checkpointing
-see an ordinary module). For a microbatch with a split backward, its forward is an autograd function that holds the
-weight outside of autograd: the backward of that function returns the input's gradient and queues the rest. Otherwise
-the layer is torch's own, so fused and split backwards can be mixed in one order.
+see an ordinary module). For a microbatch with a split backward, its forward is an autograd function with the weight
+outside of autograd: the backward of that function returns the input's gradient and queues the rest. Otherwise the layer
+behaves like torch's, so fused and split backwards can be mixed in a schedule.
 
     I    y.grad -> x.grad, and (x, y.grad) into the queue     norms and other small parameters get their gradient here
     W    weight.grad += y.grad^T x, bias.grad += sum y.grad
 
 Both tensors are queued detached: the saved input would keep its graph alive, and with it the stage's input. Nothing
-else stays between I and W, and shared tensors (the input of the three projections of an attention) stay once. Gradients
-are bit for bit those of the fused backward: one product per use of a layer, uses within a microbatch summed in the
-order of autograd, then one addition, in the order of the W passes. The split is that of arXiv 2401.10241, section 2.
+else is kept between I and W, and shared tensors (the input of the three projections of an attention) are kept once.
+Gradients are bitwise identical to the fused backward: one product per use of a layer, uses within a microbatch summed
+in the order of autograd, then one addition, in the order of the W passes. See arXiv 2401.10241, section 2.
 
 Reductions of gradients over replicas must wait for the last W (hooks at the end of a backward run in I, before it), and
-a W needs the same parameter objects as I, though not their values: a parameter may be sharded in between if it is whole
-again, as the same object, when gradients are reduced. Layers compiled by torch.compile: `compilation.py`.
+W needs the same parameter objects as I, though not their values: a parameter may be sharded in between if the same
+object is unsharded again when gradients are reduced. For layers compiled by torch.compile see `compilation.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WeightProduct:
-    """The gradient of a weight that is not computed yet."""
+    """The gradient of a weight, not computed yet."""
 
     products: Products
     gradient: Tensor
@@ -48,7 +48,7 @@ class WeightProduct:
     hidden: Tensor
     """[n, in]"""
     transposed: bool
-    """Whether the weight is [in, out], and not [out, in]."""
+    """Whether the weight is [in, out] instead of [out, in]."""
 
     def compute(self) -> Tensor:
         """Return the gradient of the weight, in the dtype of the operands."""
@@ -56,11 +56,11 @@ class WeightProduct:
 
     @property
     def adds_in_fp32(self) -> bool:
-        """Whether one kernel can compute it and add it to a sum in fp32: no rounding, and no tensor of its own."""
+        """Whether one kernel can compute it and add it to a sum in fp32, without rounding or a temporary tensor."""
         return _writes_fp32(self.products, self.hidden) and self.gradient.dtype == self.hidden.dtype
 
     def add_to(self, total: Tensor | None) -> Tensor:
-        """Return the sum in fp32, in the memory of `total` if it is given."""
+        """Return the sum in fp32, in the memory of `total` if given."""
         left, right = (self.hidden, self.gradient) if self.transposed else (self.gradient, self.hidden)
         if total is None:
             return torch.mm(left.t(), right, out_dtype=torch.float32)
@@ -76,22 +76,22 @@ Gradients = tuple[Tensor | WeightProduct, ...]
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """The inputs of W for one use of one layer."""
+    """The inputs of W for a single use of a layer."""
 
     parameters: tuple[nn.Parameter, ...]
     """The parameters of `gradients`, in this order."""
     gradients: Callable[[], Gradients]
     """Called once, without grad mode: returns new tensors, which become `.grad` or are added to it, or products that
-    give such tensors. Only the tensors in the callable (detached ones) stay between I and W; it is released with the
+    compute such tensors. Only the (detached) tensors in the callable are kept between I and W; it is released with the
     entry."""
     source: Source | None = None
     """Gathers the layer's input again before it is needed."""
     saved: Tensor | None = None
-    """From which it does."""
+    """The tensor from which `source` gathers."""
 
     @torch.no_grad()
     def compute(self) -> None:
-        """Add the gradients at once."""
+        """Add the gradients immediately."""
         for parameter, gradient in zip(self.parameters, self.gradients(), strict=True):
             accumulate(parameter, gradient)
 
@@ -101,11 +101,11 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self.under_way: tuple[int, int] | None = None
-        """The stage and unit whose F, R or I is running, if its backward is split; else None."""
+        """Stage and unit whose F, R or I is running, if its backward is split; else None."""
         self._entries: dict[tuple[int, int], list[Entry]] = {}
 
     def __len__(self) -> int:
-        """Number of units between their I and their W."""
+        """Number of units between I and W."""
         return len(self._entries)
 
     def takes(self, hidden: Tensor) -> bool:
@@ -114,7 +114,7 @@ class WeightGradients:
         return self.under_way is not None and hidden.requires_grad and torch.is_grad_enabled()
 
     def begin(self, key: tuple[int, int]) -> None:
-        """Start I of that unit: it has a W, even if no layer leaves an entry for it."""
+        """Start I of a unit. It will have a W, even if no layer adds an entry."""
         self.under_way = key
         self._entries[key] = []
 
@@ -125,10 +125,10 @@ class WeightGradients:
 
     @torch.no_grad()
     def compute(self, key: tuple[int, int]) -> None:
-        """W: add the gradients of that unit, in the order in which I reached the layers.
+        """W: add the gradients of a unit, in the order in which I reached the layers.
 
-        The uses of one parameter within the unit are summed before they are added, as in autograd. An input that has to
-        be gathered is under way during the products of the one before:
+        The uses of a parameter within the unit are summed before they are added, as in autograd. An input that must be
+        gathered is in flight during the products of the previous input:
 
             [gather x of the MLP]  [gather x of the attention]  [gather x of the MLP before]
              W of down              W of gate, up, o             W of q, k, v, down
@@ -138,11 +138,11 @@ class WeightGradients:
         sums: dict[int, Tensor] = {}
         entries.reverse()
         sources = [entry for entry in entries if entry.source is not None]
-        under_way = _start_next(sources, None)
+        in_flight = _start_next(sources, None)
         while entries:
-            entry = entries.pop()  # its tensors are released one after the other
-            if entry.source is not None and entry.source is under_way:
-                under_way = _start_next(sources, under_way)
+            entry = entries.pop()  # frees the tensors of each entry after its use
+            if entry.source is not None and entry.source is in_flight:
+                in_flight = _start_next(sources, in_flight)
             _add_uses(entry, uses, sums)
 
     def clear(self) -> None:
@@ -151,8 +151,8 @@ class WeightGradients:
 
 
 def _add_uses(entry: Entry, uses: Counter[int], sums: dict[int, Tensor]) -> None:
-    """Add the gradients of parameters that are not used again in this W, and to `sums` those of others. A function of
-    its own, which keeps no tensor."""
+    """Add the gradients of parameters that are not used again in this W, and add those of others to `sums`. This is a
+    separate function so that no local variable keeps a tensor alive."""
     for parameter, gradient in zip(entry.parameters, entry.gradients(), strict=True):
         number = id(parameter)
         uses[number] -= 1
@@ -168,8 +168,8 @@ def _add_uses(entry: Entry, uses: Counter[int], sums: dict[int, Tensor]) -> None
 
 
 def _start_next(entries: list[Entry], source: Source | None) -> Source | None:
-    """Start to gather for the last of these entries that has another source, and take it and those behind it off.
-    Return its source."""
+    """Start gathering for the last entry with another source, and remove it and the entries after it. Return its
+    source."""
     while entries:
         entry = entries.pop()
         if entry.source is not source:
@@ -180,14 +180,13 @@ def _start_next(entries: list[Entry], source: Source | None) -> Source | None:
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor | WeightProduct) -> None:
-    """Add a gradient as autograd would, with the hooks that Python can see. Every gradient of a W passes here.
+    """Add a gradient as autograd would, with the hooks that Python can see. Every gradient of W passes through here.
 
-    That of a parameter with a sum in fp32 (`parallel.gradients.AddTo`) is added there by the product itself, if that
-    can.
+    If a parameter has a sum in fp32 (`parallel.gradients.AddTo`), the product itself adds to that sum, if it can.
 
-    `Tensor.register_hook` may replace the gradient, then it becomes `.grad` or is added to it, then those of
-    `register_post_accumulate_grad_hook` run. Hooks on the parameter's node of the graph do not. In a pipeline these are
-    hooks of the library: it sets aside those of users (`runtime/gradient_hooks.py`).
+    Hooks of `Tensor.register_hook` may replace the gradient, then it becomes `.grad` or is added to it, then hooks of
+    `register_post_accumulate_grad_hook` run. Hooks on the parameter's node of the graph do not run. In a pipeline these
+    are hooks of the library: it sets aside those of users (`runtime/gradient_hooks.py`).
     """
     if isinstance(gradient, WeightProduct):
         summed = getattr(parameter, SUMMED, None)
@@ -217,8 +216,8 @@ class SplitBackward:
     def apply(self, model: nn.Module, layers: Mapping[int, nn.Module]) -> None:
         """Split the linear layers of a stage.
 
-        Only layers that are one product (`is_one_product`) are split: other modules may use their parameters in unknown
-        ways. A layer whose parameters another kind of module uses, too, stays unchanged.
+        Only layers that are a single product (`is_one_product`) are split: other modules may use their parameters in
+        unknown ways. A layer that shares parameters with another kind of module is not changed.
         """
         foreign = {
             parameter
@@ -235,8 +234,8 @@ class SplitBackward:
 
 
 def unsplit_matrices(model: nn.Module) -> list[str]:
-    """Return the names of the trained matrices (parameters of two or more dimensions) of a stage that belong to no
-    module with a queue: their gradient is computed in I, which is correct, but leaves less for W."""
+    """Return the names of the trained matrices (parameters of two or more dimensions) of a stage that are in no module
+    with a queue: their gradient is computed in I, which is correct, but leaves less for W."""
     split = {
         parameter
         for module in model.modules()
@@ -251,7 +250,7 @@ def unsplit_matrices(model: nn.Module) -> list[str]:
 
 
 def report_unsplit(names: Iterable[str]) -> None:
-    """Tell the user in one line which matrices leave nothing for W; layers of one kind are named once."""
+    """Log in one line which matrices leave nothing for W; layers of the same kind are named once."""
     kinds = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
     if kinds:
         listed = ", ".join(name if count == 1 else f"{name} ({count} times)" for name, count in kinds.items())
@@ -259,22 +258,22 @@ def report_unsplit(names: Iterable[str]) -> None:
 
 
 class Source(Protocol):
-    """What gave a layer its input, and can give it again: tensor ranks that each keep their own rows of it."""
+    """Provides the input of a layer again in the backward: each tensor rank keeps only its local rows of it."""
 
     def gave(self, hidden: Tensor) -> bool:
-        """Return whether a layer's input is all of what was gathered."""
+        """Return whether a layer's input is the entire gathered tensor."""
         ...
 
     def save(self, layer: nn.Module) -> Tensor:
-        """Return what a layer saves instead."""
+        """Return the tensor that a layer saves instead of its input."""
         ...
 
     def product(self, layer: nn.Module) -> Tensor | None:
-        """Return the layer's output [n, out], if it was made while the input arrived: only of plain products."""
+        """Return the layer's output [n, out], if it was computed while the input arrived; plain products only."""
         ...
 
     def start(self, saved: Tensor) -> None:
-        """Begin to gather the input again."""
+        """Start gathering the input again."""
         ...
 
     def all_rows(self, saved: Tensor) -> Tensor:
@@ -282,27 +281,27 @@ class Source(Protocol):
         ...
 
     def later(self, work: Callable[[], None]) -> None:
-        """Do this in the same backward, but not now."""
+        """Schedule work for later in the same backward."""
         ...
 
     def takes(self, gradient: Tensor, matrix: Tensor) -> bool:
-        """Return whether the input's gradient, [n, out] times [out, in], is left to the source: it makes the product
-        while it sums over ranks."""
+        """Return whether the source computes the input's gradient, [n, out] times [out, in], while it sums over
+        ranks."""
         ...
 
 
 class Sums(Protocol):
-    """The end of what tensor ranks compute in parts: sums a layer's outputs over ranks, each rank getting its rows."""
+    """Sums the outputs of a block's last layer over tensor ranks; each rank gets its local rows."""
 
     result: Tensor | None
-    """The layer's last output, if it is summed already."""
+    """The layer's last output, if it is already summed."""
 
     def rows_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a rank's rows of a tensor."""
         ...
 
     def product(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the own rows [n/t, out] of the sum over ranks of [n, in] times [in, out] plus the bias."""
+        """Return the local rows [n/t, out] of the sum over ranks of [n, in] times [in, out], plus the bias."""
         ...
 
     def gather(self, gradient: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -311,19 +310,19 @@ class Sums(Protocol):
 
 
 class SplitLayer(nn.Module):
-    """A linear layer whose weight gradient can wait. Made by `SplitBackward` only."""
+    """A linear layer whose weight gradient can be computed later. Created by `SplitBackward` only."""
 
     weight: Any
     bias: Any
     transposed: bool
-    """Whether the weight is [in, out], and not [out, in]."""
+    """Whether the weight is [in, out] instead of [out, in]."""
     _weight_gradients: WeightGradients
     _tapped: Taps | None = None
-    """Set by `compilation.py` while it calls the layer of the model that contains this one."""
+    """Set by `compilation.py` while it calls the decoder layer that contains this layer."""
     _source: Source | None = None
-    """Set while a block whose input was gathered calls the layer."""
+    """Set during the call of a block whose input was gathered."""
     _sums: Sums | None = None
-    """If the layer's outputs are summed over tensor ranks. A hook of the layer does it if the layer does not."""
+    """Set if the layer's outputs are summed over tensor ranks. If the layer does not sum them, its hook does."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self._tapped is not None:
@@ -341,25 +340,25 @@ class SplitLayer(nn.Module):
 
 
 Taps = tuple[Tensor, Tensor | None, Tensor, Tensor]
-"""Weight and bias, detached; the taps for the input and for the gradient of the output."""
+"""Detached weight and bias; the taps for the input and for the gradient of the output."""
 
 
 def is_trained(layer: SplitLayer) -> bool:
-    """Return whether the weight has a gradient. If not, that of the bias is cheap to compute at once."""
+    """Return whether the weight is trained. If not, the gradient of the bias is cheap enough to compute immediately."""
     weight = layer._parameters["weight"]  # module attributes are slow
     return weight is not None and weight.requires_grad
 
 
 def _adds_in_fp32(layer: SplitLayer, hidden: Tensor) -> bool:
-    """Return whether the weight's gradient can be added to a sum in fp32 by its product."""
+    """Return whether the product can add the weight's gradient to a sum in fp32."""
     weight = layer._parameters["weight"]
     summed = hasattr(weight, SUMMED) and _writes_fp32(products_of(layer), hidden)
     return summed and hidden.requires_grad and torch.is_grad_enabled()
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T + b, and with `Sums` own rows of its sum over ranks. The parameters stay outside of autograd: their hooks
-    would run in I, before there is a gradient."""
+    """x W^T + b, and with `Sums` the local rows of its sum over ranks. The parameters are outside of autograd: their
+    hooks would otherwise run in I, before there is a gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, layer: SplitLayer, source: Source | None, sums: Sums | None) -> Tensor:
@@ -370,18 +369,18 @@ class _Linear(torch.autograd.Function):
         ctx.shape = hidden.shape
         shape = (*hidden.shape[:-1], weight.shape[1 if layer.transposed else 0])
         shape = shape if sums is None else sums.rows_of(shape)
-        if only_saves():  # a repeated forward that needs only saved tensors, and this is the last one
+        if only_saves():  # a repeated forward, and this was the last tensor that it has to save
             return hidden.new_empty(shape)
-        made: Tensor | None
+        computed: Tensor | None
         if sums is not None:
             rows = hidden.reshape(-1, hidden.shape[-1])
-            made = sums.product(rows, weight if layer.transposed else weight.t(), bias)
+            computed = sums.product(rows, weight if layer.transposed else weight.t(), bias)
         else:
-            made = None if source is None else source.product(layer)
-        if made is not None:
-            return torch.ops.aten._unsafe_view(made, shape)  # type: ignore[no-any-return]
+            computed = None if source is None else source.product(layer)
+        if computed is not None:
+            return torch.ops.aten._unsafe_view(computed, shape)  # type: ignore[no-any-return]
         output = products_of(layer).output(hidden, weight.t() if layer.transposed else weight, bias)
-        # Some models change it in place, which autograd forbids for a view returned by a function.
+        # Some models modify it in place, which autograd forbids for a view returned by a function.
         return output.new_empty(0).set_(output) if output._is_view() else output  # type: ignore[call-overload]
 
     @staticmethod
@@ -400,7 +399,7 @@ class _Linear(torch.autograd.Function):
             layer._weight_gradients.add(entry)
             if source is not None and products is PLAIN and source.takes(gradient, matrix):
                 return None, None, None, None
-        elif source is not None:  # the backward is not split: the input's source says when
+        elif source is not None:  # the backward is not split: the source decides when
             source.start(saved)
             source.later(entry.compute)
         else:
@@ -441,9 +440,9 @@ def linear_entry(
     """Return the entry for one use of a linear layer.
 
     Args:
-        hidden: its input [..., in], detached; or with a source, what was saved.
-        gradient: of its output [..., out], without a graph.
-        in_rows: how the bias's gradient is summed: over rows, or over all dimensions at once. Differs in the last bit.
+        hidden: its input [..., in], detached; or with a source, the saved tensor.
+        gradient: gradient of its output [..., out], without a graph.
+        in_rows: whether the bias's gradient is summed over rows, or over all dimensions at once; the last bit differs.
     """
     weight, bias = layer._parameters["weight"], layer._parameters["bias"]
     assert weight is not None

@@ -1,4 +1,4 @@
-"""Checks, with threads as tensor ranks, that a small copy of a model has the gradients of the whole one."""
+"""Checks, with threads as tensor ranks, that a small copy of a model has the same gradients cut and uncut."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from evenpipe.tensor.layers import ModelCut, TensorCut, find_model_cut
 from evenpipe.tensor.threads import ThreadExchange, in_threads, thread_exchanges
 
 MORE_THAN_HEADS = 4
-"""Ranks of a small copy that are more than its heads of keys and values."""
+"""A number of ranks that exceeds a small copy's heads of keys and values."""
 
 
 def cut_of_model(description: Description, ranks: int, *, check: bool = True) -> ModelCut:
-    """Return how the layers of a model are cut over tensor ranks, found on a small copy. Takes a second on a CPU.
+    """Return how the layers of a model are cut over tensor ranks, found on a small copy in about a second on a CPU.
 
     Args:
-        check: compare the small copy, cut, with the whole one: some more seconds.
+        check: compare the small copy cut and uncut, which takes some more seconds.
 
     Raises:
-        InputError: the model cannot be cut, or would be trained wrongly; one sentence names the reason.
+        InputError: the model cannot be cut, or would be trained incorrectly; one sentence gives the reason.
     """
     if (noise := noise_of_routers(description)) is not None:
         raise InputError(
@@ -52,7 +52,7 @@ def cut_of_model(description: Description, ranks: int, *, check: bool = True) ->
     with copy.computing():
         copy_ranks = 2  # ranks of the small copy
         of_copy, cut = _cuts(copy, description)
-        if cut.repeats_heads(description, ranks):  # so does the small copy, which has one or two
+        if cut.repeats_heads(description, ranks):  # then so must the small copy, which has one or two
             copy_ranks = MORE_THAN_HEADS
             of_copy, cut = _cuts(copy, description, repeats=True)
         for index in range(description.layers):
@@ -63,7 +63,7 @@ def cut_of_model(description: Description, ranks: int, *, check: bool = True) ->
 
 
 def _cuts(copy: SmallCopy, description: Description, **repeats: bool) -> tuple[ModelCut, ModelCut]:
-    """Return how the layers of a small copy are cut, and so those of its model."""
+    """Return how the layers of a small copy are cut, and how those of its model are."""
 
     def cuts() -> tuple[ModelCut, ModelCut]:
         of_copy = find_model_cut(copy.description, **repeats)
@@ -73,7 +73,7 @@ def _cuts(copy: SmallCopy, description: Description, **repeats: bool) -> tuple[M
 
 
 def _compare(copy: SmallCopy, cut: ModelCut, ranks: int) -> None:
-    """Raise InputError if a small copy, cut, differs from the whole one."""
+    """Raise InputError if a small copy computes something else when it is cut."""
     refuse = (
         f"{copy.description.architecture} cannot be trained with tensor parallelism: a small copy of it, its layers cut"
         f" in {ranks},"
@@ -84,13 +84,13 @@ def _compare(copy: SmallCopy, cut: ModelCut, ranks: int) -> None:
         try:
             stages = stages or [_stage(copy, cut, exchange) for exchange in exchanges]
             result = _over_ranks(copy.description, batch, stages, exchanges, expected.logits_dtype)
-        except Exception as error:  # families raise many types when their parts do not fit
+        except Exception as error:  # families raise many types when shapes do not fit
             raise InputError(f"{refuse} does not run ({type(error).__name__}: {first_line(error)}).") from error
         compare(refuse, limit, result, expected, floor=torch.finfo(copy.dtype).eps / limit)
 
 
 def _stage(copy: SmallCopy, cut: ModelCut, exchange: ThreadExchange) -> Stage:
-    """Return one rank's part of all layers."""
+    """Return one rank's shard of all layers."""
     small, layers = copy.description, range(copy.description.layers)
     held: dict[str, TensorPlacement | None] = {}
     for index in layers:
@@ -108,8 +108,8 @@ def _over_ranks(
     exchanges: Sequence[ThreadExchange],
     logits_dtype: torch.dtype,
 ) -> Result:
-    """Compute as tensor ranks do: each has all tokens at both ends, and a share of the gradients of their loss. Whole
-    gradients are the sums of all ranks' gradients of what they hold."""
+    """Compute as tensor ranks do: each has all tokens at both ends, and a share of the gradients of their loss. Full
+    gradients are summed from the gradients of all ranks' shards."""
 
     def result_of(rank: int) -> Result:
         def gather(local_rows: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""How a block of a layer is cut over tensor ranks, found on a small model and applied at any size.
+"""How a block of a layer is cut over tensor ranks, determined on a small model and applied at any size.
 
-A cut is accepted only if the results of all ranks' parts add up to the result of the whole block, so a wrong guess (a
-count that has to be divided and is not, a residual inside the block) is found, and not trained.
+A cut is accepted only if the results of all ranks add up to the result of the uncut block, so a wrong guess (a count
+that should have been divided, a residual inside the block) is detected before training.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from evenpipe.tensor.units import Call, NoUnitsError, find_units, until_the_end
 from evenpipe.words import count
 
 COUNTS = re.compile(r"(^|_)(num|n)_?(\w+_)?(kv|heads?|query_groups)$|^\w+_heads$")
-"""Names of integers in modules and configs that count heads: those of a local block are a rank's."""
+"""Names of integers in modules and configs that count heads: a rank's block has the rank's counts."""
 SHARES = re.compile(r"(key_value|kv)_groups$|^n_rep$")
 """Names of the number of query heads for each head of keys and values."""
 SIZES = re.compile(
     r"^(split_size|all_head_size|embed_dim|hidden_size|d_model|inner_dim|intermediate_size)$"
     r"|(kv|key|value|query|conv)_(dim|size)$"
 )
-"""Names of integers that are the product of a count and a size of heads."""
+"""Names of integers that are the number of heads times their size."""
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Largest relative error of a sum of parts, by dtype; `CLOSE_FP32` if the block rounds to fp32."""
+"""Largest relative error of the sum over ranks, by dtype; `CLOSE_FP32` if the block rounds to fp32."""
 CLOSE_FP32 = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How one parameter of a small block is cut: along a dimension, in segments that are each cut alike."""
+    """How one parameter of a small block is cut: along a dimension, with each segment cut in the same way."""
 
     dimension: int
     segments: tuple[int, ...]
     width: int
-    """Entries of the input of the last linear layer, for the proportions."""
+    """Entries of the input of the last linear layer, to which `segments` are compared."""
 
     def at(self, length: int, width: int) -> tuple[int, ...]:
         """Return the segments of a dimension of `length` in a larger block, whose last input has `width` entries.
 
-        A segment as long as the last input stays so (queries), and the others share the rest (keys and values).
+        A segment as long as the last input remains so (queries); the others share the rest equally (keys and values).
         """
         if len(self.segments) == 1:
             return (length,)
@@ -67,15 +67,15 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Units of a part of a block: of all of it, or of a module inside, such as experts that all tokens use."""
+    """Units of a block, or of a module inside it, such as experts that all tokens use."""
 
     name: str
-    """Of the module; empty: the whole block."""
+    """Name of the module; empty: the entire block."""
     count: int
     columns: bool
-    """Units are single columns: there are as many as the last input has entries."""
+    """Whether units are single columns: one for each entry of the last input."""
     counters: tuple[tuple[str, str], ...]
-    """(module, attribute of it or its config) that may say how many units there are; not of columns."""
+    """(module, attribute of it or its config) that may hold the number of units; empty for columns."""
     output: str
     """Name of the last linear layer's weight in the block."""
     splits: Mapping[str, Split]
@@ -84,21 +84,21 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class BlockCut:
-    """What each rank holds and does of a block that is cut."""
+    """What each rank holds and computes of a block that is cut."""
 
     groups: tuple[Group, ...]
     biases: tuple[str, ...] = ()
-    """Added behind the sum of ranks' parts, so the first rank alone holds them."""
+    """Biases added to the sum over ranks, so only the first rank holds them."""
     counts: tuple[tuple[str, str], ...] = ()
     """(module, integer attribute) whose value is divided by the number of ranks."""
     settings: tuple[tuple[str, str], ...] = ()
-    """The same of the modules' configs."""
+    """The same for the modules' configs."""
     norms: tuple[str, ...] = ()
-    """Norms over all heads: the mean of squares is summed over ranks."""
+    """Norms over all heads: their mean of squares is summed over ranks."""
     shares: tuple[tuple[str, str], ...] = ()
-    """(module, attribute): query heads for each head of keys and values, if ranks hold parts of such a group."""
+    """(module, attribute): query heads per head of keys and values, if a rank holds only part of such a group."""
     sums_at: str | None = None
-    """Linear layer behind which parts are summed; None: at the end of the block."""
+    """Linear layer whose outputs are summed over ranks; None: the outputs of the block are."""
 
 
 # --- finding ------------------------------------------------------------------------------------------------------
@@ -108,10 +108,10 @@ def find_cut(block: nn.Module, call: Call, *, repeats: bool = False) -> BlockCut
     """Return how a small block can be cut over two ranks.
 
     Args:
-        repeats: over more ranks than it has heads of keys and values, if that is possible and so few.
+        repeats: over more ranks than it has heads of keys and values, if possible; it has at most two then.
 
     Raises:
-        NoUnitsError: it cannot; the text is the reason.
+        NoUnitsError: it cannot be cut; the message is the reason.
     """
     with torch.no_grad():
         expected = call.of(block)
@@ -126,7 +126,7 @@ def find_cut(block: nn.Module, call: Call, *, repeats: bool = False) -> BlockCut
                 except NoUnitsError as failure:
                     reason = reason or str(failure)
                     continue
-                except Exception as failure:  # a block that does not run on local sizes raises many types
+                except Exception as failure:  # many types: the block may not run on local sizes
                     reason = reason or f"a part of it does not run: {type(failure).__name__}: {first_line(failure)}"
                     continue
                 if error <= max(CLOSE[expected.dtype], CLOSE_FP32):
@@ -136,7 +136,7 @@ def find_cut(block: nn.Module, call: Call, *, repeats: bool = False) -> BlockCut
 
 
 def _candidates(block: nn.Module, call: Call) -> Iterator[BlockCut]:
-    """Yield ways to cut a block, without counts, the likeliest first."""
+    """Yield possible cuts of a block, without counts, the likeliest first."""
     reasons = []
     norms = norms_inside(block, call)
     for passed in ({}, norms) if norms else ({},):
@@ -167,8 +167,8 @@ def _of_units(module: nn.Module, name: str, call: Call, norms: Mapping[str, str 
     """Return the cut of a module by its units, without counts.
 
     Args:
-        name: of the module in the block; empty: the block.
-        norms: norms that may be over all heads: see `norms_inside`.
+        name: name of the module in the block; empty: the block itself.
+        norms: norms that may be over all heads; see `norms_inside`.
     """
     units = find_units(module, call, passed=[module.get_submodule(norm) for norm in norms])
     prefix = f"{name}." if name else ""
@@ -203,7 +203,7 @@ def _of_units(module: nn.Module, name: str, call: Call, norms: Mapping[str, str 
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether a module holds experts behind transformers' experts interface."""
+    """Return whether a module holds experts that use transformers' experts interface."""
     down = module._parameters.get("down_proj")
     return down is not None and down.dim() == 3 and hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
@@ -232,7 +232,7 @@ def _counters(module: nn.Module, prefix: str, count: int) -> Iterator[tuple[str,
 
 
 def calls_of_children(module: nn.Module, call: Call) -> dict[str, Call]:
-    """Return how a call of a module calls each module inside, once; those that get hidden states first."""
+    """Return the first call of each submodule whose first argument is hidden states, during a call of the module."""
     calls: dict[str, Call] = {}
 
     def record(name: str):
@@ -259,7 +259,7 @@ def _config_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _with_counts(block: nn.Module, cut: BlockCut, ranks: int) -> Iterator[BlockCut]:
-    """Yield the cut with ever more integers that are divided by the number of ranks."""
+    """Yield the cut with more and more integers divided by the number of ranks."""
     modules = [(name, module) for name, module in block.named_modules() if not is_linear(module)]
 
     def named(patterns: tuple[re.Pattern[str], ...]) -> tuple[tuple[str, str], ...]:
@@ -279,13 +279,13 @@ def _with_counts(block: nn.Module, cut: BlockCut, ranks: int) -> Iterator[BlockC
 
 
 def _counted(held: Mapping[str, Any], patterns: tuple[re.Pattern[str], ...]) -> list[str]:
-    """Return the names of whole numbers above 0 that fit a pattern."""
+    """Return the names of positive integers that match a pattern."""
     numbers = [name for name, value in held.items() if type(value) is int and value > 0]
     return [name for name in numbers if any(pattern.search(name) for pattern in patterns)]
 
 
 def _error_of_parts(block: nn.Module, call: Call, cut: BlockCut, ranks: int, reference: Tensor) -> float:
-    """Return the relative distance of the results of all ranks, in order, from that of the whole block."""
+    """Return the relative error of the concatenated results of all ranks, compared with `reference`."""
 
     exchanges = thread_exchanges(ranks)
     parts = []
@@ -312,11 +312,11 @@ def _error_of_parts(block: nn.Module, call: Call, cut: BlockCut, ranks: int, ref
 
 
 def placements_of(block: nn.Module, cut: BlockCut, rank: int, ranks: int) -> dict[str, TensorPlacement | None]:
-    """Return how a rank holds the parameters of a whole block that are not on all ranks alike, by name; None: not at
-    all.
+    """Return how a rank holds the parameters of an uncut block that differ between ranks, by name; None: it does not
+    hold them.
 
     Raises:
-        NoUnitsError: the units cannot be divided by the number of ranks.
+        NoUnitsError: the units cannot be divided among the ranks.
     """
     placements: dict[str, TensorPlacement | None] = dict.fromkeys(cut.biases) if rank else {}
     for group in cut.groups:
@@ -334,16 +334,16 @@ def placements_of(block: nn.Module, cut: BlockCut, rank: int, ranks: int) -> dic
 
 
 def _repeat(block: nn.Module, cut: BlockCut, count: int, ranks: int) -> bool:
-    """Return whether every one of more ranks than heads of keys and values gets whole query heads."""
+    """Return whether, with more ranks than heads of keys and values, each rank gets complete query heads."""
     shares = [getattr(block.get_submodule(name), attribute) for name, attribute in cut.shares]
     return bool(shares) and all(count * share % ranks == 0 for share in shares)
 
 
 def _placement(
-    shape: tuple[int, ...], split: Split, segments: tuple[int, ...], count: int, of: tuple[int, int]
+    shape: tuple[int, ...], split: Split, segments: tuple[int, ...], count: int, rank_and_count: tuple[int, int]
 ) -> TensorPlacement:
-    """Return the part of a parameter for one of so many ranks; `of`: (rank, ranks)."""
-    rank, ranks = of
+    """Return a rank's shard of a parameter; rank_and_count: (rank, ranks)."""
+    rank, ranks = rank_and_count
     shard, shards, copied = rank, ranks, False
     repeated = [bool(segment % split.width) for segment in split.segments]  # heads of keys and values
     if ranks > count and any(repeated):
@@ -361,7 +361,7 @@ def count_of(block: nn.Module, group: Group) -> int:
     """Return the number of units of a block of any size.
 
     Raises:
-        NoUnitsError: nothing says it.
+        NoUnitsError: no counter holds it.
     """
     if group.columns:
         return block.get_parameter(group.output).shape[group.splits[group.output].dimension]

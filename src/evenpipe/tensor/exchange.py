@@ -1,15 +1,15 @@
-"""How tensor ranks exchange rows inside a pass, under autograd.
+"""How tensor ranks exchange rows within a pass, under autograd.
 
-Between blocks every rank has its own rows [n/t, h] of the n flattened tokens of a microbatch; a block sees all of them:
+Between blocks every rank has its local rows [n/t, h] of the n flattened tokens of a microbatch; a block sees all rows:
 
     rows [n/t, h] -> gather -> block with 1/t of its heads or columns -> partial [n, h] -> scatter -> rows [n/t, h]
     backward:        scatter                                                              gather
 
-Inside and outside of blocks every gradient is partial: that of a parameter which all ranks hold whole is their sum.
-Sequence parallelism is arXiv 2205.05198, section 4.2.2; rows instead of pieces of every sequence need no copy.
+Inside and outside of blocks every gradient is partial: the gradient of a replicated parameter is the sum over ranks.
+For sequence parallelism see arXiv 2205.05198, section 4.2.2; splitting rows instead of every sequence needs no copy.
 
-Hidden states [b, s, h] stay tensors of three dimensions: a rank has [b, s/t, h], which for several sequences are rows
-in the order of the flattened tokens, not a piece of each sequence.
+Hidden states [b, s, h] remain three-dimensional: a rank has [b, s/t, h]. With several sequences these are consecutive
+rows of the flattened tokens, not a piece of each sequence.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from evenpipe.work import Work
 
 
 class Overlap(Protocol):
-    """Exchanges rows piece by piece, beside the products of other pieces. All ranks call the same operations in the
-    same order; the number of matrices may differ."""
+    """Exchanges rows piece by piece, overlapped with products of other pieces. All ranks call the same operations in
+    the same order; the number of matrices may differ."""
 
     adds_biases: bool
-    """Whether `sum_products` takes one."""
+    """Whether `sum_products` accepts a bias."""
 
     def gather_products(
         self, rows: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor | None]
@@ -40,10 +40,10 @@ class Overlap(Protocol):
     def sum_products(
         self, pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None, rest: Tensor | None = None
     ) -> Tensor:
-        """Return the own rows [n/t, out] of the sum over ranks of products, bias and rest.
+        """Return the local rows [n/t, out] of the sum over ranks of products, bias and rest.
 
         Args:
-            pairs: factors [n, in] and [in, out]; at least one pair, the products of several are added in this order.
+            pairs: factors [n, in] and [in, out]; at least one pair; the products are added in this order.
             bias: [out].
             rest: [n, out].
         """
@@ -51,34 +51,34 @@ class Overlap(Protocol):
 
 
 class Exchange(Protocol):
-    """The tensor ranks of a device, as one of them sees them. All call the same operations in the same order."""
+    """The group of tensor ranks, as seen by one of them. All ranks call the same operations in the same order."""
 
     size: int
     rank: int
     overlap: Overlap | None
-    """How transfers run beside products; None: before or after them."""
+    """How transfers overlap with products; None: they run before or after them."""
     arrived: Tensor | None
     """All rows of the last gather, from `operations.py`."""
 
     @property
     def repeats(self) -> bool:
-        """The current pass repeats a forward whose backward follows at once."""
+        """Whether the current pass repeats a forward that its backward follows immediately."""
         ...
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return [n, ...]: the rows [n/t, ...] of all ranks, one rank after the other."""
+        """Return [n, ...]: the rows [n/t, ...] of all ranks, in rank order."""
         ...
 
     def scatter(self, partial: Tensor) -> Tensor:
-        """Return the own rows [n/t, ...] of the sum over ranks of [n, ...]."""
+        """Return the local rows [n/t, ...] of the sum over ranks of [n, ...]."""
         ...
 
     def start_gather(self, rows: Tensor) -> Work:
-        """Begin `gather`. `rows` must not change until the end."""
+        """Start `gather`. `rows` must not change until it completes."""
         ...
 
     def start_scatter(self, partial: Tensor) -> Work:
-        """Begin `scatter`."""
+        """Start `scatter`."""
         ...
 
     def sum(self, partial: Tensor) -> Tensor:
@@ -86,16 +86,16 @@ class Exchange(Protocol):
         ...
 
     def table(self, local: Tensor) -> Tensor:
-        """Return [t, ...]: what each rank has."""
+        """Return [t, ...]: the tensors of all ranks, stacked."""
         ...
 
 
 class RingExchange(Exchange, Protocol):
-    """Ranks that can also pass rows on around a ring."""
+    """Ranks that can also pass rows around a ring."""
 
     def pass_on(self, rows: Tensor, buffer: Tensor, label: str) -> Work:
-        """Begin to send rows to the next rank (the first one follows the last), and to fill the buffer, the result,
-        with those of the previous one."""
+        """Start sending rows to the next rank (the first follows the last), and receiving those of the previous rank in
+        the buffer, which is the result."""
         ...
 
 
@@ -122,14 +122,14 @@ def _summed(partial: Tensor, exchange: Exchange) -> Tensor:
 
 
 def formed(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor in another shape that is no view: some models change it in place, which autograd forbids for a
-    view that a function returned."""
+    """Return a tensor in another shape that is not a view: some models modify it in place, which autograd forbids for a
+    view returned by a function."""
     formed: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
     return formed
 
 
 class Gather(torch.autograd.Function):
-    """Own rows -> all rows; the gradient of all rows is partial."""
+    """Local rows -> all rows; the gradient of all rows is partial."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
@@ -142,7 +142,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """Partial result for all rows -> own rows of the sum."""
+    """Partial result for all rows -> local rows of the sum."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, exchange: Exchange) -> Tensor:
@@ -155,7 +155,7 @@ class Scatter(torch.autograd.Function):
 
 
 class OwnRows(torch.autograd.Function):
-    """A result that all ranks computed whole -> own rows. Its gradient on a rank is partial: zero in others' rows."""
+    """A result computed by all ranks -> local rows. Its gradient on a rank is partial: zero in the rows of others."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, exchange: Exchange) -> Tensor:
@@ -170,7 +170,7 @@ class OwnRows(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """A partial sum -> the sum over ranks, which each of them uses for its own part: its gradient is partial too."""
+    """A partial sum -> the sum over ranks. Each rank uses it for its own part, so its gradient is partial too."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, exchange: Exchange) -> Tensor:

@@ -1,17 +1,17 @@
-"""The input of a block, of which a rank keeps only its own rows from F to the weight gradients.
+"""The input of a block, of which a rank keeps only its local rows from F to the weight gradients.
 
-The layers that multiply it save the own rows, and the rows of all ranks are gathered again for their weight gradients:
-in W once for all of them; in a backward that is not split while input gradients are made, and the weight gradients are
-made while the input's gradient is summed:
+The layers that multiply it save the local rows, and the rows of all ranks are gathered again for the weight gradients.
+W gathers once for all layers. A backward that is not split gathers while it computes input gradients, and computes
+weight gradients while the input's gradient is summed:
 
     B   [gather x again ........]                [sum of dx .........]
         dy Wq   dy Wk   dy Wv -> dx, to be summed   dy^T x of q, k, v
 
-If the exchange can overlap transfers with products, then in F the products of these layers are made piece by piece
-while x arrives, all of them before the block begins: whatever else reads x finds it whole. In I, whose weight gradients
-come later, dx is made piece by piece while it is summed.
+If the exchange can overlap transfers with products, F computes the products of these layers piece by piece while x
+arrives, and all of them before the block begins, so that anything else that reads x finds all of it. I, whose weight
+gradients come later, computes dx piece by piece while it is summed.
 
-Korthikanti et al., arXiv 2205.05198, section 4.2.2, keep the rows likewise.
+Korthikanti et al., arXiv 2205.05198, section 4.2.2, save the rows in the same way.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from evenpipe.work import Work
 
 
 class Gathered:
-    """The input of one call of a block. Layers find it as `_source` meanwhile."""
+    """The input of a block in one call, during which layers find it as `_source`."""
 
     def __init__(self, rows: Tensor, exchange: Exchange, *, keeps: bool) -> None:
-        """keeps: whether layers save all rows: what they save is freed before the backward, which repeats this forward,
+        """keeps: whether layers save all rows: saved tensors are freed before the backward, which repeats this forward,
         or this is the repeated forward."""
         self._exchange = exchange
         self._keeps = keeps
         self._saved: ReferenceType[Tensor] | None = ref(rows)
-        """What layers save, during the call. The call owns it: nothing ends a repeated forward that has saved all."""
+        """The tensor that layers save during the call. Weak: nothing ends a repeated forward that has saved all."""
         self._address, self._elements, self._width = 0, rows.numel() * exchange.size, rows.shape[-1]
         self._empty = rows.new_empty(0)
         self._uses = 0
@@ -48,12 +48,12 @@ class Gathered:
         self._products: dict[nn.Module, Tensor] = {}
         self._factors: list[tuple[Tensor, Tensor]] = []
         self.readers: list[nn.Module] = []
-        """Layers that have multiplied the input in this call, whose products may be made while it arrives."""
+        """Layers that have multiplied the input in this call: their products can be computed while it arrives."""
 
     def gather(self, rows: Tensor, readers: Sequence[Any]) -> Tensor:
         """Return all rows [n, h] of [n/t, h].
 
-        readers: linear layers that multiplied the input of earlier calls; their products may be made meanwhile.
+        readers: linear layers that multiplied the input of earlier calls; their products may be computed meanwhile.
         """
         if self._exchange.overlap is None:
             return self._exchange.gather(rows)
@@ -62,7 +62,7 @@ class Gathered:
         return all_rows
 
     def opened(self, all_rows: Tensor) -> None:
-        """Begin the call: `all_rows` is what the block gets."""
+        """Begin the call: `all_rows` is passed to the block."""
         self._address = all_rows.untyped_storage()._cdata
         if self._keeps:
             self._saved = ref(all_rows)
@@ -73,12 +73,12 @@ class Gathered:
         self._products.clear()
 
     def gave(self, hidden: Tensor) -> bool:
-        """Return whether a layer's input is all of what was gathered, row by row."""
+        """Return whether a layer's input is the entire gathered tensor, row by row."""
         is_all = hidden.numel() == self._elements and hidden.shape[-1] == self._width and hidden.is_contiguous()
         return self._saved is not None and is_all and hidden.untyped_storage()._cdata == self._address
 
     def save(self, layer: nn.Module) -> Tensor:
-        """Return what a layer saves for its weight gradient."""
+        """Return the tensor that a layer saves for its weight gradient."""
         saved = None if self._saved is None else self._saved()
         assert saved is not None
         self._uses += 1
@@ -87,16 +87,16 @@ class Gathered:
         return saved.detach()
 
     def product(self, layer: nn.Module) -> Tensor | None:
-        """Return the layer's output [n, out], if it was made while the input arrived."""
+        """Return the layer's output [n, out], if it was computed while the input arrived."""
         return self._products.pop(layer, None)
 
     def start(self, saved: Tensor) -> None:
-        """Begin to gather again, in a backward that needs it soon."""
+        """Start gathering again, in a backward that needs the rows soon."""
         if not self._is_whole(saved) and self._started is None and self._all_rows is None:
             self._started = self._exchange.start_gather(saved.reshape(-1, saved.shape[-1]).contiguous())
 
     def all_rows(self, saved: Tensor) -> Tensor:
-        """Return all rows [n, h], from what a layer has saved. Called once by each layer that has."""
+        """Return all rows [n, h] from the tensor that a layer saved. Called once by each layer that saved it."""
         if self._is_whole(saved):
             return saved.reshape(-1, saved.shape[-1])
         if self._all_rows is None:
@@ -114,26 +114,26 @@ class Gathered:
         return saved.numel() == self._elements
 
     def later(self, work: Callable[[], None]) -> None:
-        """Do this while the input's gradient is summed."""
+        """Schedule work for the time in which the input's gradient is summed."""
         self._waiting.append(work)
 
     def run(self) -> None:
-        """Do what was left for later."""
+        """Run the work scheduled by `later`."""
         waiting, self._waiting = self._waiting, []
         for work in waiting:
             work()
 
     def takes(self, gradient: Tensor, matrix: Tensor) -> bool:
-        """Return whether [n, out] times [out, in] is made while the input's gradient is summed."""
+        """Return whether [n, out] times [out, in] is computed while the input's gradient is summed."""
         if self._exchange.overlap is None:
             return False
         self._factors.append((gradient.reshape(-1, gradient.shape[-1]), matrix))
         return True
 
     def sum(self, gradient: Tensor | None) -> Tensor:
-        """Return the own rows [n/t, h] of the input's gradient, summed over ranks.
+        """Return the local rows [n/t, h] of the input's gradient, summed over ranks.
 
-        gradient: of all rows, [n, h], without what `takes` took; None if that is all.
+        gradient: of all rows, [n, h], without the products that `takes` accepted; None if there is nothing else.
         """
         factors, self._factors = self._factors, []
         if factors:
@@ -147,7 +147,7 @@ class Gathered:
 
 
 class GatherInput(torch.autograd.Function):
-    """Own rows -> all rows, as `exchange.Gather`; products of either pass are made meanwhile."""
+    """Local rows -> all rows, like `exchange.Gather`, overlapped with products in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gathered: Gathered, readers: Sequence[nn.Module], size: int) -> Tensor:
@@ -168,6 +168,6 @@ class GatherInput(torch.autograd.Function):
 
 
 def set_source(layers: Iterable[nn.Module], gathered: Gathered | None) -> None:
-    """Tell layers what their input may be."""
+    """Tell layers which gathered tensor may be their input."""
     for layer in layers:
         layer.__dict__["_source"] = gathered

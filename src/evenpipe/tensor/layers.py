@@ -1,8 +1,8 @@
-"""What tensor ranks do with every part of every kind of layer, found on a small copy of the model.
+"""How tensor ranks compute each part of each kind of layer, determined on a small copy of the model.
 
-cut      it gets all tokens, with a rank's heads or columns
-whole    it mixes tokens and cannot be cut: every rank computes it for all tokens
-rows     it treats tokens alone (norms, residual dropout): nothing is done, a rank computes it for its rows
+cut      the part gets all tokens, and the rank's heads or columns
+whole    the part mixes tokens and cannot be cut: every rank computes it for all tokens
+rows     the part treats each token separately (norms, residual dropout): unchanged, each rank computes it for its rows
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from evenpipe.tensor.units import Call, NoUnitsError, until_the_end
 logger = logging.getLogger(__name__)
 
 SEQUENCES, TOKENS = 2, 8
-"""Of the batch on which parts are tried; ranks are few."""
+"""Size of the batch on which parts are tried; there are only a few ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,44 +43,44 @@ class Block:
     hidden: tuple[int | str, ...]
     """Which of its arguments are hidden states."""
     cut: BlockCut | None
-    """None: every rank computes it whole."""
+    """None: every rank computes the entire block."""
     reason: str = ""
     """Why it is not cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCut:
-    """How the layers of a model are cut, by their kind and the name of the part."""
+    """How the layers of a model are cut, by kind of layer and name of the part."""
 
     kinds: tuple[Hashable, ...]
-    """Of each layer."""
+    """The kind of each layer."""
     blocks: Mapping[Hashable, Mapping[str, Block]]
-    """By the kind of the layer."""
+    """By kind of layer."""
     end_is_whole: bool
-    """What follows the layers needs all tokens, so every rank computes it whole."""
+    """Whether the part after the layers needs all tokens, so that every rank computes all of it."""
 
     def for_model(self, description: Description, layer_indices: Sequence[int]) -> ModelCut:
-        """Return the cut of a small copy for its model.
+        """Return the cut of the model, given this cut of its small copy.
 
-        A kind of layer may have other settings there (a soft-cap is a number in the copy, and may be None in the
-        model), and is then that of the layer which the copy was made of.
+        Settings of a layer may differ between the two (a soft-cap is a number in the copy and may be None in the
+        model); the layer then gets the cut of the copy made of it.
 
         layer_indices: for each layer of the copy, its index in the model.
         """
         kinds = kinds_of_layers(layers_of(description.skeleton, description.structure.layers_name))
-        known = dict(self.blocks)
+        blocks = dict(self.blocks)
         for copy_index, index in enumerate(layer_indices):
-            known.setdefault(kinds[index], self.blocks_of(copy_index))
-        return ModelCut(tuple(kinds), known, self.end_is_whole)
+            blocks.setdefault(kinds[index], self.blocks_of(copy_index))
+        return ModelCut(tuple(kinds), blocks, self.end_is_whole)
 
     def placements(
         self, description: Description, index: int, rank: int, ranks: int
     ) -> dict[str, TensorPlacement | None]:
-        """Return how a rank holds the parameters of one layer that are not whole, by name in the model; None: not at
-        all.
+        """Return how a rank holds the sharded parameters of one layer, by name in the model; None: it does not hold
+        them.
 
         Raises:
-            InputError: the layer cannot be divided by the number of ranks; the sentence says which part.
+            InputError: the layer cannot be divided among the ranks; the message says which part.
         """
         layer = description.layer(index)
         prefix = f"{description.structure.layers_name}.{index}"
@@ -96,7 +96,7 @@ class ModelCut:
         return result
 
     def repeats_heads(self, description: Description, ranks: int) -> bool:
-        """Return whether several of so many ranks hold the same heads of keys and values."""
+        """Return whether, with this number of ranks, several hold the same heads of keys and values."""
         for index in range(description.layers):
             layer = description.layer(index)
             for name, block in self.blocks_of(index).items():
@@ -124,7 +124,7 @@ class TensorCut:
     cut: ModelCut
     exchange: Exchange
     checkpointed: Collection[int] = ()
-    """Numbers of layers that repeat their forward in the backward."""
+    """Indices of layers that repeat their forward in the backward."""
 
     def apply(self, model: nn.Module, layers: Mapping[int, nn.Module]) -> None:
         assert isinstance(model, Stage)
@@ -147,16 +147,16 @@ class TensorCut:
 
 
 def find_model_cut(small: Description, *, repeats: bool = False) -> ModelCut:
-    """Return how the layers of a small model, and so those of the large one, are cut.
+    """Return how the layers of a small model, and thus those of the large one, are cut.
 
-    repeats: over more ranks than there are heads of keys and values.
+    repeats: cut over more ranks than there are heads of keys and values.
     """
     model = small.model
     layers = layers_of(model, small.structure.layers_name)
     token_ids = torch.randint(0, small.vocabulary_size, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(2))
     routers = {module for module, _ in router_modules(model, small.structure.layers_name)}
     blocks: dict[Hashable, dict[str, Block]] = {}
-    # The skeleton has never run: some layers change their settings as they do.
+    # Uses the skeleton, which has never run: some layers change their settings when they run.
     kinds = kinds_of_layers(layers_of(small.skeleton, small.structure.layers_name))
     layer_of: dict[Hashable, nn.Module] = {}
     for layer, kind in zip(layers, kinds, strict=True):
@@ -172,7 +172,7 @@ def find_model_cut(small: Description, *, repeats: bool = False) -> ModelCut:
 
 
 def _ends_on_rows(small: Description, token_ids: Tensor) -> bool:
-    """Return whether what follows the layers computes a part of the tokens as it computes all (GPT-2 does not)."""
+    """Return whether the part after the layers gives the same result for a subset of the tokens (GPT-2's does not)."""
     model = small.model
     inputs: list[Tensor] = []
     head = model.get_submodule(small.structure.head_module)
@@ -190,7 +190,7 @@ def _ends_on_rows(small: Description, token_ids: Tensor) -> bool:
             hook = last.register_forward_hook(half)
             try:
                 model(input_ids=token_ids[:1], use_cache=False)
-            except Exception:  # families raise many types on a length that they do not expect
+            except Exception:  # families raise many types for an unexpected length
                 return False
             finally:
                 hook.remove()
@@ -201,7 +201,7 @@ def _ends_on_rows(small: Description, token_ids: Tensor) -> bool:
 
 
 def _block(module: nn.Module, call: Call, *, repeats: bool, routes: bool) -> Block | None:
-    """Return what is done with a part of a layer; None: nothing. routes: it tells its router's logits of all tokens."""
+    """Return how a part of a layer is treated; None: unchanged. routes: it returns router logits of all tokens."""
     if not call.hidden:
         return None
     cut, reason = None, ""
@@ -221,7 +221,7 @@ def _block(module: nn.Module, call: Call, *, repeats: bool, routes: bool) -> Blo
 def _calls(
     model: nn.Module, layers: Mapping[Hashable, nn.Module], token_ids: Tensor
 ) -> dict[Hashable, dict[str, Call]]:
-    """Return how each part of each layer is called, the first time."""
+    """Return the first call of each part of each layer."""
     calls_by_kind: dict[Hashable, dict[str, Call]] = {kind: {} for kind in layers}
 
     def record(calls: dict[str, Call], name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
@@ -233,7 +233,7 @@ def _calls(
         for name, module in _parts(layer)
     ]
     mask = torch.ones_like(token_ids)
-    mask[-1, -1] = 0  # without padding some kernels take a shorter way
+    mask[-1, -1] = 0  # without padding, some kernels take a shortcut
     mask_kwargs = {"attention_mask": mask} if takes(type(model), "attention_mask") else {}
     with until_the_end(hooks), torch.no_grad():
         model(input_ids=token_ids, use_cache=False, **mask_kwargs)
@@ -241,7 +241,7 @@ def _calls(
 
 
 def _parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) of the parts that a layer calls: its children, and those in a list."""
+    """Yield (name, module) of the parts that a layer calls: its children, and the members of its module lists."""
     for name, child in layer.named_children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from ((f"{name}.{inner}", module) for inner, module in child.named_children())
@@ -281,7 +281,7 @@ def _own_rows(exchange: Exchange, hidden: Tensor) -> Tensor:
 
 
 def whole_parts(cut: ModelCut) -> dict[str, str]:
-    """Return the parts of layers that every rank computes whole, and the reason."""
+    """Return the parts of layers that every rank computes entirely, and the reasons."""
     return {name: block.reason for blocks in cut.blocks.values() for name, block in blocks.items() if block.cut is None}
 
 

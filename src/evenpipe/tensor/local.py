@@ -1,6 +1,6 @@
-"""Makes a block that holds a rank's parameters compute on its rows: its counts, and its exchange with other ranks.
+"""Makes a block that holds a rank's parameters compute on its rows: adjusts its counts and adds the communication.
 
-The exchange stands in hooks, which torch.compile leaves out: it compiles what is between them.
+The communication is in hooks, which torch.compile does not trace: it compiles the code between them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def make_local(
     keeps: bool = False,
     dtype_of: Callable[[nn.Parameter], torch.dtype] = attrgetter("dtype"),
 ) -> None:
-    """Change a block, whose parameters are already those of a rank.
+    """Modify a block whose parameters are already those of a rank.
 
     Args:
-        hidden: which arguments are hidden states.
-        groups: units of its first group, of all ranks.
-        keeps: whether layers save their gathered input, and not a rank's rows: the block belongs to a checkpointed
+        hidden: keys of the arguments that are hidden states.
+        groups: number of units of its first group, over all ranks.
+        keeps: whether layers save their gathered input instead of a rank's rows: the block belongs to a checkpointed
             layer, so its forward is repeated at the beginning of the backward.
         dtype_of: returns the dtype in which products read a parameter.
     """
@@ -50,7 +50,7 @@ def make_local(
         owner, _, leaf = name.rpartition(".")
         module = block.get_submodule(owner)
         module._parameters[leaf] = None
-        if not isinstance(module, nn.Linear):  # others do not ask whether they have one
+        if not isinstance(module, nn.Linear):  # others do not check whether they have a bias
             weight = next(parameter for parameter in module.parameters() if parameter.dim() > 1)
             experts = weight.shape[:1] if weight.dim() == 3 else ()
             size = block_width(module, weight)
@@ -67,18 +67,18 @@ def make_local(
     end, summed = block.get_submodule(cut.sums_at), Summed(exchange)
     end.register_forward_hook(summed.sum)
     adds_bias = exchange.overlap is None or exchange.overlap.adds_biases or f"{cut.sums_at}.bias" not in cut.biases
-    if adds_bias and not terms_of(end):  # those are added behind the product, and then all of it is summed
+    if adds_bias and not terms_of(end):  # terms are added after the product, and the total is summed
         end.__dict__["_sums"] = summed
 
 
 def keep_whole(block: nn.Module, exchange: Exchange, hidden: Collection[int | str]) -> None:
-    """Let every rank compute a block on all tokens, and keep its own rows."""
+    """Let every rank compute a block on all tokens and keep its local rows."""
     block.register_forward_pre_hook(_Input(exchange, tuple(hidden)).gather, with_kwargs=True)
     block.register_forward_hook(partial(_keep_local_rows, exchange))
 
 
 def block_width(module: nn.Module, weight: Tensor) -> int:
-    """Return the entries of the output of a linear layer with inputs before outputs, or of experts."""
+    """Return the output size of a linear layer whose weight is [in, out], or of experts."""
     if isinstance(module, Conv1D):
         return weight.shape[1]
     down = module.down_proj
@@ -87,7 +87,7 @@ def block_width(module: nn.Module, weight: Tensor) -> int:
 
 
 def divide(block: nn.Module, cut: BlockCut, ranks: int, groups: int) -> None:
-    """Set the counts and sizes of a block to those of a rank, whose parameters it has. groups: as of `make_local`."""
+    """Set the counts and sizes of a block to those of the rank whose parameters it has. groups: as in `make_local`."""
     for group in cut.groups:
         for name in group.splits:
             _fit(block.get_submodule(name.rpartition(".")[0]))
@@ -96,7 +96,7 @@ def divide(block: nn.Module, cut: BlockCut, ranks: int, groups: int) -> None:
         setattr(module, attribute, _divided(getattr(module, attribute), ranks))
     modules = {name: block.get_submodule(name) for name, _ in cut.settings}
     for config in {id(module.config): module.config for module in modules.values()}.values():
-        local_config = copy.copy(config)  # the model's, and other blocks', stays as it is
+        local_config = copy.copy(config)  # the config of the model and of other blocks is not changed
         sharing = [name for name, module in modules.items() if module.config is config]
         for attribute in {attribute for name, attribute in cut.settings if name in sharing}:
             vars(local_config)[attribute] = _divided(vars(config)[attribute], ranks)
@@ -108,12 +108,12 @@ def divide(block: nn.Module, cut: BlockCut, ranks: int, groups: int) -> None:
 
 
 def _divided(value: int, ranks: int) -> int:
-    """Return a rank's count: where there are fewer than ranks, several hold the same one."""
+    """Return a rank's count. If there are fewer units than ranks, several ranks hold the same one."""
     return value // ranks if value % ranks == 0 else 1 if ranks % value == 0 else value
 
 
 def _fit(module: nn.Module) -> None:
-    """Set the sizes that a layer keeps besides its parameters."""
+    """Set the sizes that a layer stores in addition to its parameters."""
     weight = module._parameters.get("weight")
     if weight is None:
         return
@@ -127,17 +127,17 @@ def _fit(module: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """Gathers the hidden states that a block gets."""
+    """Gathers the hidden states that are passed to a block."""
 
     exchange: Exchange
     hidden: Collection[int | str]
-    """Which of its arguments they are."""
+    """Keys of the arguments that are hidden states."""
     layers: Sequence[nn.Module] = ()
-    """Layers inside that may multiply them, and then save only a rank's rows."""
+    """Layers of the block that may multiply them, and then save only a rank's rows."""
     readers: list[nn.Module] = field(default_factory=list)
-    """Those that have multiplied them so far, in the order in which they first did."""
+    """The layers that have multiplied them so far, in order of first use."""
     keeps: bool = False
-    """They save all rows."""
+    """Whether the layers save all rows."""
 
     @torch.compiler.disable
     def gather(
@@ -183,7 +183,7 @@ def exchange_output(function: Any, exchange: Exchange, module: nn.Module, args: 
 
 @torch.compiler.disable
 def _keep_local_rows(exchange: Exchange, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Keep a rank's rows of all hidden states that a block returns (DBRX's also returns the residual)."""
+    """Keep a rank's rows of all hidden states that a block returns (DBRX also returns the residual)."""
     if not isinstance(output, (tuple, list)):
         return OwnRows.apply(output, exchange)
     shape = output[0].shape

@@ -19,14 +19,14 @@ NormStyle = Literal["narrow", "wide", "plus one"]
 
 
 def norms_inside(block: nn.Module, call: Call) -> dict[str, str | None]:
-    """Return the names of norms inside a block, and of the linear layer of whose whole output each is a norm; None: it
-    is over something else, such as the result of all heads."""
+    """Return the names of the norms inside a block, and for each the linear layer whose entire output it normalizes;
+    None: its input is something else, such as the result of all heads."""
     outputs: dict[int, tuple[str, Tensor]] = {}
     norms: dict[str, str | None] = {}
 
     def linear(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor):
-            outputs[output.data_ptr()] = name, output  # the tensor is kept, so that its address stays its own
+            outputs[output.data_ptr()] = name, output  # holding the tensor keeps its address from being reused
 
     def norm(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         hidden = args[0] if args else None
@@ -48,7 +48,7 @@ def norms_inside(block: nn.Module, call: Call) -> dict[str, str | None]:
 
 
 def _epsilon(norm: nn.Module, hidden: Tensor, output: Tensor) -> float | None:
-    """Return the small number of a root-mean-square norm; None: the module is something else."""
+    """Return the epsilon of a root-mean-square norm; None: the module is something else."""
     weight = norm.weight
     if not isinstance(weight, Tensor) or weight.shape != hidden.shape[-1:]:
         return None
@@ -64,9 +64,9 @@ def _epsilon(norm: nn.Module, hidden: Tensor, output: Tensor) -> float | None:
 
 @torch.no_grad()
 def norm_style(norm: nn.Module) -> NormStyle:
-    """Find out how a norm is computed, from its results on simple inputs.
+    """Determine how a norm is computed, from its results on simple inputs.
 
-    norm: by the root of the mean square, with one weight, on any device; a copy is run.
+    norm: a root-mean-square norm with one weight, on any device; a copy of it runs.
     """
     real = copy.copy(norm)
     real._parameters = {name: nn.Parameter(torch.empty(parameter.shape)) for name, parameter in norm.named_parameters()}
@@ -81,7 +81,7 @@ def norm_style(norm: nn.Module) -> NormStyle:
 
 
 def sum_over_ranks(norm: nn.Module, exchange: Exchange) -> None:
-    """Let a norm of a rank's heads divide by the mean over the heads of all ranks."""
+    """Make a norm over a rank's heads use the mean square over the heads of all ranks."""
     (epsilon,) = [value for value in vars(norm).values() if isinstance(value, float) and value > 0]
     style = norm_style(norm)
     norm.forward = partial(_normed, norm, exchange, epsilon, style)  # type: ignore[method-assign]

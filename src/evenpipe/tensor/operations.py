@@ -1,7 +1,7 @@
-"""Sums over tensor ranks, and products beside an exchange, as operations of torch.
+"""Sums over tensor ranks, and products overlapped with an exchange, as torch operations.
 
-So "selective" checkpointing keeps their results like those of other products, and repeats neither them nor their
-transfers: of a sum it keeps a rank's rows [n/t, h], and not the part [n, h] that the rank added.
+This way "selective" checkpointing keeps their results like those of other products, and repeats neither them nor their
+transfers: of a sum it keeps a rank's rows [n/t, h], not the rank's partial result [n, h].
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from evenpipe.tensor.exchange import Exchange
 
 _exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
-"""By the number that stands for them in the arguments of an operation."""
+"""By the number that identifies them in the arguments of an operation."""
 
 
 def sum_rows(partial: Tensor, exchange: Exchange) -> Tensor:
-    """Return the own rows [n/t, h] of the sum over ranks of [n, h]."""
+    """Return the local rows [n/t, h] of the sum over ranks of [n, h]."""
     rows: Tensor = torch.ops.evenpipe.sum_rows(partial, _number(exchange))
     return rows
 
 
 def sum_product(hidden: Tensor, matrix: Tensor, bias: Tensor | None, exchange: Exchange) -> Tensor:
-    """Return the own rows [n/t, out] of the sum over ranks of [n, in] times [in, out], plus the bias [out]."""
+    """Return the local rows [n/t, out] of the sum over ranks of [n, in] times [in, out], plus the bias [out]."""
     rows: Tensor = torch.ops.evenpipe.sum_product(hidden, matrix, bias, _number(exchange))
     return rows
 
@@ -38,10 +38,11 @@ def sum_product(hidden: Tensor, matrix: Tensor, bias: Tensor | None, exchange: E
 def gathered_products(
     rows: Tensor, layers: Sequence[nn.Linear | Conv1D], exchange: Exchange
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return all rows [n, in], gathered from [n/t, in], and what linear layers make of them, [n, out] each.
+    """Return all rows [n, in], gathered from [n/t, in], and the outputs [n, out] of each linear layer for them.
 
-    Where checkpointing has kept the results of an earlier call, those are returned (fewer, if fewer layers were known),
-    and only rows are gathered. It expects the same operations in both calls: transposed weights would be more.
+    If checkpointing kept the results of an earlier call, those are returned (fewer, if fewer layers were known then),
+    and only rows are gathered. Checkpointing expects the same operations in both calls, so weights are not transposed
+    here.
     """
     exchange.arrived = None
     products = torch.ops.evenpipe.gathered_products(

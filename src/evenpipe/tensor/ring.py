@@ -1,15 +1,15 @@
-"""Transfers between tensor ranks beside products: piece by piece around a ring.
+"""Transfers between tensor ranks that overlap with products: piece by piece around a ring.
 
-A rank multiplies the piece of rows that it has while the next one arrives, and multiplies the rows of another rank
-while the sum for the one before is under way (t = 4, as rank 0 sees it; piece i is the rows of rank i):
+A rank multiplies the piece of rows that it has while the next piece arrives, and multiplies the rows of one rank while
+the sum for the previous rank is in flight (t = 4, as seen by rank 0; piece i is the rows of rank i):
 
     gather, then product    product      x0 W          x3 W          x2 W          x1 W
-                            under way    x3 arrives    x2 arrives    x1 arrives
+                            in flight    x3 arrives    x2 arrives    x1 arrives
     product, then sum       product      y3 W          y2 W          y1 W          y0 W
-                            under way                  sum 3 leaves, 2 arrives     2 leaves, 1 arrives ...
+                            in flight                  sum 3 leaves, 2 arrives     2 leaves, 1 arrives ...
 
-It moves as many bytes as the plain collectives. This is the capability of TileLink, arXiv 2503.20313, with pieces as
-large as a rank's rows.
+It moves as many bytes as the plain collectives. TileLink, arXiv 2503.20313, offers the same overlap; here a piece is a
+rank's rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from evenpipe.tensor.operations import product
 
 
 class Ring:
-    """An `Overlap` of messages between neighbours."""
+    """An `Overlap` that sends messages between neighbours."""
 
     adds_biases = True
 
@@ -53,7 +53,7 @@ class Ring:
     def sum_products(
         self, pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None, rest: Tensor | None = None
     ) -> Tensor:
-        """Return the own rows [n/t, out] of the sum over ranks of products, bias and rest; see `Overlap`."""
+        """Return the local rows [n/t, out] of the sum over ranks of products, bias and rest; see `Overlap`."""
         size, rank = self._exchange.size, self._exchange.rank
         factors = [(rows.chunk(size), matrix) for rows, matrix in pairs]
         rest_pieces = None if rest is None else rest.chunk(size)

@@ -1,6 +1,6 @@
-"""Tensor ranks as threads of one process, for checks: they exchange tensors through a barrier.
+"""Tensor ranks as threads of a process, for checks: they exchange tensors through a barrier.
 
-On a CPU, autograd runs a backward on the thread that asks for it, so each rank is one thread throughout.
+On a CPU, autograd runs a backward on the calling thread, so each rank stays on its thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Meeting:
 
 
 class ThreadExchange:
-    """An `Exchange` of one thread with those of the same meeting."""
+    """The `Exchange` of a thread with the other threads of a meeting."""
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
         self.size, self.rank, self.repeats = len(meeting.table), rank, False
@@ -83,10 +83,10 @@ def thread_exchanges(size: int) -> list[ThreadExchange]:
 
 
 def in_threads(exchanges: Sequence[ThreadExchange], work: Callable[[int], Result]) -> list[Result]:
-    """Run `work(rank)` of all ranks at once, with the caller's grad mode, and `InFp64` if the caller is; return the
-    results. Raises the first error.
+    """Run `work(rank)` for all ranks concurrently, with the caller's grad mode, and `InFp64` if the caller is in it;
+    return the results. Raises the first error.
 
-    Nothing in it may change what threads share, such as torch's default dtype.
+    `work` must not change state that threads share, such as torch's default dtype.
     """
     results: list[Any] = [None] * len(exchanges)
     errors: list[BaseException] = []
@@ -97,7 +97,7 @@ def in_threads(exchanges: Sequence[ThreadExchange], work: Callable[[int], Result
             with torch.set_grad_enabled(grad), InFp64() if fp64 else contextlib.nullcontext():
                 results[rank] = work(rank)
         except BaseException as error:
-            errors.append(error)  # the first one is the cause: others miss this rank
+            errors.append(error)  # the first error is the cause: other ranks then wait for this one in vain
             exchanges[rank].leave()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(exchanges))]

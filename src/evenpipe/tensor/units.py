@@ -1,13 +1,13 @@
-"""Finds the units of a block: the heads of an attention, the columns of an MLP, which do not need each other.
+"""Finds the units of a block, such as attention heads or MLP columns: parts that do not depend on each other.
 
-No name is read: the block runs on a small model, and for every entry z_j of its last linear layer's input, gradients
-tell which outputs of the other linear layers z_j depends on. Entries that share an output belong together; what is
-connected is one unit.
+No names are read. The block runs on a small model, and for every entry z_j of its last linear layer's input, gradients
+tell which outputs of the other linear layers z_j depends on. Entries that share an output belong together; each
+connected component is one unit.
 
     q, k, v -> attention -> z -> o      z_j of head 3 depends on q of head 3, and on k and v of its group
     gate, up -> product -> z -> down    z_j depends on column j of gate and of up
 
-A matrix whose outputs reach every unit (MLA's first projections) precedes them all, and stays whole.
+A matrix whose outputs reach every unit (MLA's first projections) precedes them all and is not cut.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from evenpipe.model.linear import named_linear
 from evenpipe.words import count
 
 NOTHING = 1e-9
-"""Share of the largest gradient below which there is no dependence; fp32 models: `NOTHING_FP32`."""
+"""Fraction of the largest gradient below which entries count as independent; for fp32 models: `NOTHING_FP32`."""
 NOTHING_FP32 = 1e-5
 NUMBERS = 2**24
-"""Most numbers in gradients that are computed at once."""
+"""Largest number of gradient elements computed at once."""
 DRAWS = 3
-"""Inputs that are tried: activations such as ReLU hide some columns of each."""
+"""Number of inputs tried: with each, activations such as ReLU hide some columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Call:
 
     @property
     def hidden(self) -> list[int | str]:
-        """Where the hidden states are: the arguments [batch, tokens, hidden_size] of the block's first such shape."""
+        """Keys of the hidden states: the arguments with the shape of the first [batch, tokens, hidden_size] tensor."""
         arguments: dict[int | str, Any] = dict(enumerate(self.args))
         arguments.update(self.kwargs.items())
         candidates = [key for key, value in arguments.items() if is_hidden(value)]
@@ -55,13 +55,13 @@ class Call:
         return self.args[key] if isinstance(key, int) else self.kwargs[key]
 
     def with_hidden(self, change: Any) -> Call:
-        """Return the same call with `change(tensor)` in place of the hidden states."""
+        """Return the same call with `change` applied to the hidden states."""
         hidden = self.hidden
         args = tuple(change(value) if index in hidden else value for index, value in enumerate(self.args))
         return Call(args, {key: change(value) if key in hidden else value for key, value in self.kwargs.items()})
 
     def of(self, block: nn.Module) -> Tensor:
-        """Call a block; return its hidden states."""
+        """Call a block and return its hidden states."""
         result = block(*self.args, **self.kwargs)
         return result[0] if isinstance(result, (tuple, list)) else result
 
@@ -76,18 +76,18 @@ class Units:
     width: int
     """Entries of its input."""
     segments: Mapping[str, tuple[int, ...]]
-    """Of each linear layer that is cut, and of the last one's input: how its entries lie. Every segment has as many
-    entries of each unit, unit after unit: queries, keys and values of one packed matrix are three segments."""
+    """Layout of the entries of each linear layer that is cut, and of the last one's input. Within a segment every unit
+    has the same number of entries, unit after unit: queries, keys and values of a packed matrix are three segments."""
     parameters: Mapping[str, tuple[int, ...]]
-    """The same along the first dimension of other parameters whose entries belong to units, such as attention sinks."""
+    """The same for other parameters whose entries belong to units, such as attention sinks; along dimension 0."""
 
 
 class NoUnitsError(Exception):
-    """The block has none that could be cut; the text is the reason."""
+    """The block has no units that could be cut; the message is the reason."""
 
 
 def is_hidden(value: Any) -> bool:
-    """Return whether an argument may be hidden states."""
+    """Return whether an argument can be hidden states."""
     return isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
 
 
@@ -105,12 +105,12 @@ def find_units(block: nn.Module, call: Call, *, passed: Collection[nn.Module] = 
     """Return the units of a block.
 
     Args:
-        call: arguments with which a small model calls it.
-        passed: modules inside that keep entries apart as far as a cut is concerned, though they compute with all of
-            them (a norm over all heads); meanwhile they return their input.
+        call: the arguments with which a small model calls it.
+        passed: submodules that do not prevent a cut although they compute with all entries (a norm over all heads);
+            they return their input meanwhile.
 
     Raises:
-        NoUnitsError: the block is not a function of linear layers, each used once, or its units are not alike.
+        NoUnitsError: the block is not a function of linear layers, each used once, or its units differ.
     """
     generator = torch.Generator().manual_seed(0)
     reached: dict[str, Tensor] = {}
@@ -137,7 +137,7 @@ def find_units(block: nn.Module, call: Call, *, passed: Collection[nn.Module] = 
     for name, table in reached.items():
         if name not in linear and table.any() and not table.all():
             of_unit = _reached_by(parts, table)
-            if sum(map(len, of_unit)) == table.shape[1]:  # else several units use an entry: it stays whole
+            if sum(map(len, of_unit)) == table.shape[1]:  # otherwise several units share an entry: not cut
                 parameters[name] = _segments(name, of_unit, table.shape[1])
     return Units(len(parts), output, width, segments, parameters)
 
@@ -158,14 +158,14 @@ def _passing(modules: Collection[nn.Module]) -> Iterator[None]:
 
 
 def _reached(block: nn.Module, call: Call, generator: torch.Generator) -> tuple[str, dict[str, Tensor]]:
-    """Return the last linear layer, and for the outputs of the others, and the other parameters, a table [width,
-    entries] of what entries of its input depend on."""
+    """Return the last linear layer, and a table [width, entries] for the outputs of each other linear layer and for
+    each other parameter: which of their entries each entry of the last layer's input depends on."""
     order: list[str] = []
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
 
     def record(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if isinstance(output, Tensor):  # a router may be one and return more
+        if isinstance(output, Tensor):  # a router may be a linear layer that returns more
             order.append(name)
             inputs[name], outputs[name] = args[0], output
 
@@ -202,20 +202,20 @@ def _reached(block: nn.Module, call: Call, generator: torch.Generator) -> tuple[
 
 
 def _gradients(output: Tensor, inputs: list[Tensor], seeds: Tensor) -> Sequence[Tensor | None]:
-    """Return the gradients of inputs for each gradient of the output, along a new first dimension; None: there is no
-    dependence."""
+    """Return the gradients of the inputs for each gradient of the output, stacked along a new first dimension; None if
+    the output does not depend on an input."""
     gradients = partial(torch.autograd.grad, output, inputs, retain_graph=True, allow_unused=True)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an operation takes one gradient after the other
+            warnings.simplefilter("ignore")  # an operation is not vectorized over gradients
             return gradients(seeds, is_grads_batched=True)
-    except RuntimeError:  # an operation does not take several
+    except RuntimeError:  # an operation does not support batched gradients
         columns = zip(*map(gradients, seeds), strict=True)
         return [None if column[0] is None else torch.stack(column) for column in columns]
 
 
 def _parts(width: int, tables: Mapping[str, Tensor]) -> list[list[int]]:
-    """Return the entries of the last input by unit: those that share an output of a linear layer are in one."""
+    """Return the entries of the last input by unit: entries that share an output of a linear layer are in one unit."""
     unit = list(range(width))
 
     def root(entry: int) -> int:
@@ -236,10 +236,10 @@ def _parts(width: int, tables: Mapping[str, Tensor]) -> list[list[int]]:
 
 def _reached_by(parts: list[list[int]], table: Tensor) -> list[list[int]]:
     """Return the columns that the rows of each part reach."""
-    numbers = torch.empty(len(table), dtype=torch.int64)
+    unit_of_entry = torch.empty(len(table), dtype=torch.int64)
     for number, entries in enumerate(parts):
-        numbers[entries] = number
-    reached = numbers.new_zeros(len(parts), table.shape[1]).index_add_(0, numbers, table.long())
+        unit_of_entry[entries] = number
+    reached = unit_of_entry.new_zeros(len(parts), table.shape[1]).index_add_(0, unit_of_entry, table.long())
     columns: list[list[int]] = [[] for _ in parts]
     for number, column in reached.nonzero().tolist():
         columns[number].append(column)
@@ -247,7 +247,7 @@ def _reached_by(parts: list[list[int]], table: Tensor) -> list[list[int]]:
 
 
 def _segments(name: str, of_unit: list[list[int]], length: int) -> tuple[int, ...]:
-    """Return the lengths of the segments that entries, given by unit, lie in."""
+    """Return the lengths of the segments that contain the entries, which are listed by unit."""
     starts = [entry for index, entry in enumerate(of_unit[0]) if index == 0 or of_unit[0][index - 1] != entry - 1]
     stops = [entry + 1 for index, entry in enumerate(of_unit[0]) if of_unit[0][index + 1 : index + 2] != [entry + 1]]
     widths = [stop - start for start, stop in zip(starts, stops, strict=True)]
