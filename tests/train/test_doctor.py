@@ -19,7 +19,7 @@ from evenpipe.errors import InputError
 from evenpipe.processes.launcher import launch
 from evenpipe.runtime.pipeline import Pipeline
 from evenpipe.train import doctor
-from evenpipe.train.doctor import Outcome, Part, axes_of, check_gradients, examine, parts_for, predicted_steps
+from evenpipe.train.doctor import Check, Outcome, axes_of, check_gradients, checks_for, examine, predicted_steps
 from evenpipe.train.doctor_page import page_text, page_values
 
 
@@ -67,12 +67,12 @@ def wrong_gradient() -> dict[str, Any]:
 
 def test_parts_that_fail_end_or_hang_are_rows(tmp_path: Path) -> None:
     parts = [
-        Part("gradients", "right", is_right),
-        Part("gradients", "refused", refuses),
-        Part("gradients", "raising", raises),
-        Part("gradients", "crashed", crashes),
-        Part("gradients", "hanging", partial(hangs, tmp_path), seconds=8.0),
-        Part("gradients", "wrong", wrong_gradient),
+        Check("gradients", "right", is_right),
+        Check("gradients", "refused", refuses),
+        Check("gradients", "raising", raises),
+        Check("gradients", "crashed", crashes),
+        Check("gradients", "hanging", partial(hangs, tmp_path), seconds=8.0),
+        Check("gradients", "wrong", wrong_gradient),
     ]
     said: list[str] = []
     outcomes = examine(parts, said.append)
@@ -129,16 +129,16 @@ def a_step(options: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": 0.5, "tokens": 1000}
 
 
-def here(parts: Sequence[Part], say: Callable[[str], None]) -> list[Outcome]:
+def here(parts: Sequence[Check], say: Callable[[str], None]) -> list[Outcome]:
     return [Outcome(part.section, part.name, 1.0, part.run()) for part in parts]
 
 
 def test_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Of stand-ins for what takes long, by the command; predictions are those of the planner."""
-    real = [part for part in parts_for(2) if part.section == "machine"]
-    steps = [Part("steps", part.name, partial(a_step, {})) for part in parts_for(2) if part.section == "steps"]
-    parts = [*real, Part("transfers", doctor.PRODUCTS, partial(a_hardware, 2)), *steps]
-    monkeypatch.setattr(doctor, "parts_for", lambda processes: parts)
+    real = [part for part in checks_for(2) if part.section == "machine"]
+    steps = [Check("steps", part.name, partial(a_step, {})) for part in checks_for(2) if part.section == "steps"]
+    parts = [*real, Check("transfers", doctor.PRODUCTS, partial(a_hardware, 2)), *steps]
+    monkeypatch.setattr(doctor, "checks_for", lambda processes: parts)
     monkeypatch.setattr(doctor, "examine", here)
     page = tmp_path / "page.md"
     assert main(["doctor", "--processes", "2", "-o", str(page)]) == 0

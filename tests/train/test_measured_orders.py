@@ -70,7 +70,7 @@ def configured(**changes: Any) -> Config:
 
 def run(arrangement: Arrangement, steps: range) -> list[str]:
     """Take these steps; return what is said."""
-    said = [arrangement.after(step, SimpleNamespace()) for step in steps if arrangement.records(step)]
+    said = [arrangement.observe(step, SimpleNamespace()) for step in steps if arrangement.records(step)]
     return [sentence for sentence in said if sentence is not None]
 
 
@@ -88,7 +88,7 @@ def test_steps_3_to_6_are_recorded_and_then_one_of_100() -> None:
     arrangement, steps = begun(FakePipeline()), []
     for step in filter(arrangement.records, range(1, 310)):
         steps.append(step)
-        arrangement.after(step, SimpleNamespace())
+        arrangement.observe(step, SimpleNamespace())
     assert steps == [3, 4, 5, 6, 106, 206, 306]
 
 

@@ -129,7 +129,7 @@ def test_times_in_words():
 
 def test_the_time_left_is_that_of_steps_after_the_first_which_is_slow():
     stream, now = io.StringIO(), iter([60.0, 62.0, 64.0, 70.0, 72.0])
-    progress = Progress(20, done=10, stream=stream, clock=lambda: next(now))
+    progress = Progress(20, steps_done=10, stream=stream, clock=lambda: next(now))
     for number in range(11, 16):
         progress.show(step(number))
         progress.set_steps(21)
@@ -158,7 +158,7 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_gets_a_bar_that_starts_where_the_run_resumes():
     stream = Terminal()
-    progress = Progress(100, done=40, stream=stream)
+    progress = Progress(100, steps_done=40, stream=stream)
     progress.show(step(50))
     progress.set_steps(60)
     progress.say("a line of its own")

@@ -22,17 +22,17 @@ _ERRORS = {kind.__name__: kind for kind in (InputError, DamagedError, RunError)}
 
 
 class Team:
-    """The processes of a group (None: all), or only this one: with `alone`, or without torch.distributed.
+    """The processes of a group (None: all), or only this one: with `local_only`, or without torch.distributed.
 
     The group's timeout limits how long one process may work while the others wait for it.
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None = None, called: str = "", *, alone: bool = False
+        self, process_group: dist.ProcessGroup | None = None, called: str = "", *, local_only: bool = False
     ) -> None:
         """called: the public function that works with this team, which all must have called (`calls`)."""
         self._called = called
-        self.distributed = not alone and dist.is_available() and dist.is_initialized()
+        self.distributed = not local_only and dist.is_available() and dist.is_initialized()
         self.group = (process_group or dist.group.WORLD) if self.distributed else None
         self.rank = dist.get_rank(self.group) if self.distributed else 0
         self.size = dist.get_world_size(self.group) if self.distributed else 1
@@ -49,8 +49,8 @@ class Team:
         watch = current_watch()
         if watch is not None:
             ranks = dist.get_process_group_ranks(self.group)
-            others = tuple(rank for rank in ranks if rank != watch.rank)
-            watch.awaiting("the work of all processes on files", "", "files", others)
+            peers = tuple(rank for rank in ranks if rank != watch.rank)
+            watch.awaiting("the work of all processes on files", "", "files", peers)
         try:
             values = gather_values(value, self.group, self._called)
         except InputError:

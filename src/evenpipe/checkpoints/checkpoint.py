@@ -124,27 +124,27 @@ def save(  # noqa: PLR0917
     def collect() -> dict[str, Any]:
         state.update(tensors_to_save(shards, optimizer))
         state.update(process_state(of_process or {}, team.rank))
-        own = describe_settings(optimizer, scheduler, _names(shards))
+        local_settings = describe_settings(optimizer, scheduler, _names(shards))
         if team.rank == 0:
             run_json(metadata, {}, "")
         size = sum(held.tensor.nbytes for held in state.values())
         return {
             "bytes": size + _BYTES_PER_TENSOR * (len(state) + 1),
             "id": secrets.token_hex(16),
-            "settings": own,
+            "settings": local_settings,
         }
 
     try:
         collected = team.everywhere(collect)
-        new = _NewFolder(folder, step, collected[0]["id"])
+        new_folder = _NewFolder(folder, step, collected[0]["id"])
         settings = merge_settings([each["settings"] for each in collected])
         try:
-            team.first(lambda: new.make(sum(each["bytes"] for each in collected)))
-            parts = team.everywhere(lambda: new.write(state, team.rank))
-            team.first(lambda: new.publish(parts, metadata, settings))
+            team.first(lambda: new_folder.make(sum(each["bytes"] for each in collected)))
+            reports = team.everywhere(lambda: new_folder.write(state, team.rank))
+            team.first(lambda: new_folder.publish(reports, metadata, settings))
         except RunError:
             if team.rank == 0:
-                shutil.rmtree(new.temporary, ignore_errors=True)
+                shutil.rmtree(new_folder.temporary, ignore_errors=True)
             raise
     except RunError as error:
         raise RunError(
@@ -152,7 +152,7 @@ def save(  # noqa: PLR0917
         ) from error
     if team.rank == 0:
         delete_old(folder, step, keep)
-    return new.published
+    return new_folder.published
 
 
 class _NewFolder:
@@ -181,14 +181,14 @@ class _NewFolder:
         files = {path.name: asdict(hash_file(path)) for path in self.temporary.glob(f"__{rank}_*.distcp")}
         return {"pieces": pieces, "files": files}
 
-    def publish(self, parts: list[dict[str, Any]], metadata: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    def publish(self, reports: list[dict[str, Any]], metadata: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         """On the first process, after all have written: complete the folder and give it its name."""
         temporary, published = self.temporary, self.published
         try:
-            index = self._writer.write_index([part["pieces"] for part in parts])
+            index = self._writer.write_index([report["pieces"] for report in reports])
         except ValueError as error:
             raise RunError(f"the parts of all processes do not make up whole tensors: {error}") from error
-        files = {name: FileEntry(**entry) for part in parts for name, entry in part["files"].items()}
+        files = {name: FileEntry(**entry) for report in reports for name, entry in report["files"].items()}
         files[INDEX] = hash_file(temporary / INDEX)
         files[RUN] = write_synced(temporary / RUN, run_json(metadata, settings, self._id))
         versions = {"evenpipe": evenpipe.__version__, "torch": torch.__version__}
@@ -200,10 +200,10 @@ class _NewFolder:
         _put_in_place(temporary, published)
         sync_folder(self._folder)
         try:
-            stands = read_manifest(published).id
+            published_id = read_manifest(published).id
         except DamagedError:
-            stands = None
-        if stands != self._id:
+            published_id = None
+        if published_id != self._id:
             raise RunError(f"{str(published)!r} has been replaced by another run")
 
 
@@ -248,8 +248,8 @@ def load(
     known = {name for names, _ in prepared for name in names}
     unknown = sorted(set(parameter_names(checkpoint.manifest)) - known)
     if unknown:
-        others = f" and {count(len(unknown) - 1, 'more parameter')}" if unknown[1:] else ""
-        raise InputError(f"{where} has {unknown[0]!r}{others} that the model does not have")
+        suffix = f" and {count(len(unknown) - 1, 'more parameter')}" if unknown[1:] else ""
+        raise InputError(f"{where} has {unknown[0]!r}{suffix} that the model does not have")
 
     ((plan, put_settings_in_place),) = plans
 
@@ -262,14 +262,14 @@ def load(
     team.everywhere(read)
     plan.put_in_place()
     put_settings_in_place()
-    anew = sorted({name for _, without_state in prepared for name in without_state})
-    if anew and team.rank == 0 and _has_states(checkpoint):
+    restarted = sorted({name for _, without_state in prepared for name in without_state})
+    if restarted and team.rank == 0 and _has_states(checkpoint):
         _log.warning(
             "%s has no optimizer state of %s, which %s trained now: %s begins anew",
             where,
-            _names_in_words(anew),
-            "is" if len(anew) == 1 else "are",
-            "its state" if len(anew) == 1 else "theirs",
+            _names_in_words(restarted),
+            "is" if len(restarted) == 1 else "are",
+            "its state" if len(restarted) == 1 else "theirs",
         )
     return checkpoint.metadata
 
@@ -284,9 +284,9 @@ def _has_states(checkpoint: Checkpoint) -> bool:
 
 def _names_in_words(names: Sequence[str]) -> str:
     """Return the first names and the number of the others."""
-    shown, more = [repr(name) for name in names[:SHOWN_NAMES]], len(names) - SHOWN_NAMES
-    if more > 0:
-        return f"{', '.join(shown)} and {more} more parameter{'' if more == 1 else 's'}"
+    shown, omitted = [repr(name) for name in names[:SHOWN_NAMES]], len(names) - SHOWN_NAMES
+    if omitted > 0:
+        return f"{', '.join(shown)} and {omitted} more parameter{'' if omitted == 1 else 's'}"
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
@@ -300,15 +300,15 @@ def _put_in_place(temporary: Path, published: Path) -> None:
     A run that takes the lock renames unpublished folders of the run before it, so the last rename of that run fails.
     """
     replaced = published.with_name(f"{published.name}.replaced")
-    again = published.exists()
-    if again:
+    existed = published.exists()
+    if existed:
         if replaced.exists():
             discard(replaced)
         published.rename(replaced)  # find_latest knows this name too, if we are killed before the next line
     try:
         temporary.rename(published)
     except OSError:
-        if again:
+        if existed:
             replaced.rename(published)
         check(published.parent)  # raises the better explanation
         raise

@@ -157,22 +157,22 @@ def newest_checkpoint(
     """
     if is_checkpoint(Path(folder)):
         raise InputError(f"{str(folder)!r} is one checkpoint, expected the folder of all checkpoints")
-    found = find_latest(folder, process_group)
+    result = find_latest(folder, process_group)
     if Team(process_group).rank == 0:
-        for rejected in found.rejected:
+        for rejected in result.rejected:
             _log.warning("skipped checkpoint %s: %s", rejected.path, rejected.reason)
-    return found.sound()
+    return result.sound()
 
 
 def find_latest(
-    folder: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None, *, alone: bool = False
+    folder: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None, *, local_only: bool = False
 ) -> Found:
     """Return the newest sound checkpoint in a folder and the newer damaged ones. Collective: all get the same result.
 
     Every file of a candidate is read and hashed (the processes share the work) before it is opened. A folder that does
-    not exist has no checkpoint. `alone`: not collective, this process does all the work.
+    not exist has no checkpoint. `local_only`: not collective; this process does all the work.
     """
-    folder, team = Path(folder), Team(process_group, "newest_checkpoint", alone=alone)
+    folder, team = Path(folder), Team(process_group, "newest_checkpoint", local_only=local_only)
     return _first_sound(team, lambda: [path for _, path in _candidates(folder)], folder)
 
 
@@ -202,16 +202,16 @@ def list_checkpoints(folder: Path) -> list[ListedCheckpoint]:
 
 def newest_step(folder: Path) -> int | None:
     """Return the step of the newest checkpoint that is complete by manifest and sizes; None if there is none."""
-    return next((step for step, path in _candidates(folder) if _looks_whole(path)), None)
+    return next((step for step, path in _candidates(folder) if _looks_complete(path)), None)
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None, *, alone: bool = False
+    path: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None, *, local_only: bool = False
 ) -> Checkpoint:
-    """Return the checkpoint in a folder, verified as in `find_latest`. Collective, unless `alone`. Raises InputError if
-    the folder is not a checkpoint, or damaged; the sentence names the file and the damage."""
+    """Return the checkpoint in a folder, verified as in `find_latest`. Collective, unless `local_only`. Raises
+    InputError if the folder is not a checkpoint, or damaged; the sentence names the file and the damage."""
     try:
-        return _verify(Path(path), Team(process_group, alone=alone), named_step=None)
+        return _verify(Path(path), Team(process_group, local_only=local_only), named_step=None)
     except DamagedError as error:
         raise InputError(f"the checkpoint {str(path)!r} cannot be used: {error}") from error
 
@@ -258,13 +258,13 @@ def _damage_of_disk() -> Iterator[None]:
 
 def _share(files: Mapping[str, FileEntry], team: Team) -> list[str]:
     """Return the files that this process hashes: largest first, each to the process with the fewest bytes so far."""
-    load, mine = [0] * team.size, []
+    load, local_names = [0] * team.size, []
     for name in sorted(files, key=lambda name: (-files[name].bytes, name)):
         rank = load.index(min(load))
         load[rank] += files[name].bytes
         if rank == team.rank:
-            mine.append(name)
-    return mine
+            local_names.append(name)
+    return local_names
 
 
 def _candidates(folder: Path) -> list[tuple[int, Path]]:
@@ -289,14 +289,14 @@ def delete_old(folder: Path, step: int, keep: int | None) -> None:
 
     Only those that are complete by manifest and sizes count.
     """
-    kept, has_healthy = 0, keep is None
+    kept_count, has_healthy = 0, keep is None
     for older, path in _candidates(folder):
         if older > step:
             continue
         if path.suffix == _REPLACED:
             discard(path)
-        elif keep is None or kept < keep:
-            kept += _looks_whole(path)
+        elif keep is None or kept_count < keep:
+            kept_count += _looks_complete(path)
             has_healthy = has_healthy or _is_healthy(path)
         elif not has_healthy and _is_healthy(path):
             has_healthy = True
@@ -345,7 +345,7 @@ def discard(path: Path) -> None:
         _log.warning("%s cannot be deleted: %s", path, describe_os_error(error))
 
 
-def _looks_whole(path: Path) -> bool:
+def _looks_complete(path: Path) -> bool:
     try:
         check_sizes(path, read_manifest(path))
     except DamagedError:

@@ -123,9 +123,9 @@ def claim(
                 taken_from = None if lock.holder_is_here() is False else str(lock)
             elif not _is_abandoned(path, lock, field, by_force):
                 continue
-        taken = _take(path, 1 if lock is None else lock.number + 1, taken_from)
-        if taken is not None:
-            return taken
+        new_claim = _take(path, 1 if lock is None else lock.number + 1, taken_from)
+        if new_claim is not None:
+            return new_claim
 
 
 def join(claims: Iterable[Claim]) -> None:
@@ -249,16 +249,16 @@ def _take(folder: str, number: int, taken_from: str | None) -> Claim | None:
             file.flush()
             os.fsync(file.fileno())
         # A process that looked before this number was deleted creates it again, below the current lock.
-        taken = _is(_newest(folder), claim)
+        is_newest = _is(_newest(folder), claim)
     except OSError:
         claim._path.unlink(missing_ok=True)
         raise
-    if not taken:
+    if not is_newest:
         claim._path.unlink(missing_ok=True)
         return None
-    for other in _numbers(folder):
-        if other < number:
-            _lock_file(folder, other).unlink(missing_ok=True)
+    for existing in _numbers(folder):
+        if existing < number:
+            _lock_file(folder, existing).unlink(missing_ok=True)
     _keep(claim)
     return claim
 

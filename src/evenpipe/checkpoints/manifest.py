@@ -95,7 +95,9 @@ class Manifest:
             )
         try:  # from here on, only a manifest of another program fails
             files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-            tensors = {key: TensorEntry(tuple(one["shape"]), one["dtype"]) for key, one in content["tensors"].items()}
+            tensors = {
+                key: TensorEntry(tuple(entry["shape"]), entry["dtype"]) for key, entry in content["tensors"].items()
+            }
             manifest = cls(content["step"], files, tensors, content["versions"], identity)
             if (version == VERSIONS[0]) != (identity is None) or not _ID.fullmatch(identity or "0" * 32):
                 raise ValueError("no id of a save")
@@ -132,10 +134,10 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 def check_hash(folder: Path, name: str, entry: FileEntry) -> None:
     """Compare one file's content with the manifest; reads the whole file. Raises DamagedError."""
     try:
-        found = hash_file(folder / name)
+        actual = hash_file(folder / name)
     except OSError as error:
         raise DamagedError(f"{name} cannot be read: {error.strerror}") from error
-    if found != entry:
+    if actual != entry:
         raise DamagedError(f"the content of {name} does not have the hash in the manifest")
 
 

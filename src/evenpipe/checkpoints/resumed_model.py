@@ -19,14 +19,14 @@ def check_same_model(checkpoint: Checkpoint, description: Description) -> list[s
     sentence for each different field that does not change the model's function, such as a dropout; raises InputError
     that names the first field that does.
     """
-    before = checkpoint.metadata.get("model_config")
-    if before is None or description.config is None:
+    saved = checkpoint.metadata.get("model_config")
+    if saved is None or description.config is None:
         return []
     where = f"the checkpoint {str(checkpoint.path)!r}"
-    if not isinstance(before, Mapping):
-        raise InputError(f"model_config in {RUN} of {where} is {type(before).__name__}; it must be a table")
+    if not isinstance(saved, Mapping):
+        raise InputError(f"model_config in {RUN} of {where} is {type(saved).__name__}; it must be a table")
     try:
-        changes = config_changes(before, description.config)
+        changes = config_changes(saved, description.config)
     except InputError as error:
         raise InputError(f"{where} was trained with {error}") from error
     for change in changes:
@@ -38,14 +38,16 @@ def check_same_model(checkpoint: Checkpoint, description: Description) -> list[s
     return [f"the model's {change}" for change in changes]
 
 
-def changes_of_draws(before: Any, now: Mapping[str, Any]) -> list[str]:
+def changes_of_draws(saved: Any, current: Mapping[str, Any]) -> list[str]:
     """Return a sentence if layers draw other random numbers than in the run that has saved a checkpoint.
 
     before, now: what they depend on, by name; None: an older checkpoint does not say.
     """
-    if not isinstance(before, Mapping):
+    if not isinstance(saved, Mapping):
         return []
-    changes = [f"{name} {value}, was {before[name]}" for name, value in now.items() if before.get(name, value) != value]
+    changes = [
+        f"{name} {value}, was {saved[name]}" for name, value in current.items() if saved.get(name, value) != value
+    ]
     if not changes:
         return []
     return [f"layers with dropout draw other random numbers than in an uninterrupted run: {'; '.join(changes)}"]

@@ -32,10 +32,10 @@ _log = logging.getLogger(__name__)
 def describe_settings(optimizer: Optimizer | None, scheduler: Any, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
     """Return the settings of this process, for `merge_settings`. Raises InputError for a value that is not JSON."""
     _check_pair(optimizer, scheduler)
-    own: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if optimizer is not None:
-        own["type"] = _kind(optimizer)
-        own["groups"] = [
+        settings["type"] = _kind(optimizer)
+        settings["groups"] = [
             {
                 "options": {
                     name: _to_json(value, f"optimizer: {name!r} of a group")
@@ -47,36 +47,36 @@ def describe_settings(optimizer: Optimizer | None, scheduler: Any, names: Mappin
             for group in optimizer.param_groups
         ]
     if scheduler is not None:
-        own["scheduler"] = type(scheduler).__name__
-        own["state"] = _to_json(scheduler.state_dict(), "scheduler: its state")
-    return own
+        settings["scheduler"] = type(scheduler).__name__
+        settings["state"] = _to_json(scheduler.state_dict(), "scheduler: its state")
+    return settings
 
 
-def merge_settings(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merge_settings(by_rank: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge the settings of all processes, by rank, into those of a checkpoint. Raises InputError if there is a
     scheduler, but processes have different numbers of groups."""
     settings: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     group_of: dict[str, int] = {}
-    for part in parts:
-        for place, group in enumerate(part.get("groups", [])):
+    for rank_settings in by_rank:
+        for index, group in enumerate(rank_settings.get("groups", [])):
             options = group["options"]
-            if place >= len(groups) or options not in groups:
+            if index >= len(groups) or options not in groups:
                 groups.append(options)
                 number = len(groups) - 1
             else:
-                number = place if groups[place] == options else groups.index(options)
+                number = index if groups[index] == options else groups.index(options)
             group_of |= dict.fromkeys(group["parameters"], number)
-        if "type" in part:
-            settings["optimizer"] = {"type": part["type"], "groups": groups, "group_of": group_of}
-    scheduled = [(rank, part) for rank, part in enumerate(parts) if "scheduler" in part]
-    for rank, part in scheduled:
+        if "type" in rank_settings:
+            settings["optimizer"] = {"type": rank_settings["type"], "groups": groups, "group_of": group_of}
+    scheduled = [(rank, rank_settings) for rank, rank_settings in enumerate(by_rank) if "scheduler" in rank_settings]
+    for rank, rank_settings in scheduled:
         first_rank, first = scheduled[0]
-        if len(part["groups"]) != len(first["groups"]):
+        if len(rank_settings["groups"]) != len(first["groups"]):
             raise InputError(
                 f"scheduler: the optimizer has {count(len(first['groups']), 'group')} on {process(first_rank)} and"
-                f" {len(part['groups'])} on {process(rank)}, expected the same number on every process, with empty"
-                " ones"
+                f" {len(rank_settings['groups'])} on {process(rank)}, expected the same number on every process, with"
+                " empty ones"
             )
         settings["scheduler"] = {"type": first["scheduler"], "groups": len(first["groups"]), "state": first["state"]}
     return settings
@@ -101,8 +101,8 @@ def plan_settings(
                 f"optimizer: it is {_kind(optimizer)}, but {where} was saved with {saved['type']}; expected the same"
                 " one, or another folder for a new run"
             )
-        for place, group in enumerate(optimizer.param_groups):
-            options = _options_of_group(saved, place, [names[one] for one in group["params"]], where)
+        for index, group in enumerate(optimizer.param_groups):
+            options = _options_of_group(saved, index, [names[parameter] for parameter in group["params"]], where)
             groups.append((group, options))
     state = None if scheduler is None else _state_of_scheduler(saved_scheduler, optimizer, scheduler, where)
     if scheduler is None and optimizer is not None and saved_scheduler is not None:
@@ -146,17 +146,17 @@ def _kind(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
 
 
-def _options_of_group(saved: Mapping[str, Any], place: int, parameters: Sequence[str], where: str) -> dict[str, Any]:
+def _options_of_group(saved: Mapping[str, Any], index: int, parameters: Sequence[str], where: str) -> dict[str, Any]:
     """Return the saved options of a group's parameters, or of its index if it is empty; none if none were saved."""
     groups = saved["groups"]
     options = {name: groups[saved["group_of"][name]] for name in parameters if name in saved["group_of"]}
-    if not parameters and place < len(groups):
-        options[""] = groups[place]
+    if not parameters and index < len(groups):
+        options[""] = groups[index]
     if not options:
         return {}
     first = next(iter(options))
-    for name, others in options.items():
-        if others != options[first]:
+    for name, group_options in options.items():
+        if group_options != options[first]:
             raise InputError(
                 f"optimizer: {first!r} and {name!r} are in one group, but have different options in {where};"
                 " expected the groups that they were saved in"
@@ -181,20 +181,20 @@ def _state_of_scheduler(
     return state
 
 
-def _to_json(value: Any, what: str) -> Any:
+def _to_json(value: Any, subject: str) -> Any:
     """Return JSON that `_from_json` converts back: tables may have keys of any type, and tuples stay tuples."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        return [_to_json(item, what) for item in value]
+        return [_to_json(item, subject) for item in value]
     if isinstance(value, tuple):
-        return {"tuple": [_to_json(item, what) for item in value]}
+        return {"tuple": [_to_json(item, subject) for item in value]}
     if isinstance(value, Mapping):
-        items = [[_to_json(key, what), _to_json(item, what)] for key, item in value.items()]
+        items = [[_to_json(key, subject), _to_json(item, subject)] for key, item in value.items()]
         return {"counts" if isinstance(value, Counter) else "items": items}
-    raise InputError(f"{what} is {type(value).__name__}; it must be a number, a text, or a list or table of them")
+    raise InputError(f"{subject} is {type(value).__name__}; it must be a number, a text, or a list or table of them")
 
 
 def _from_json(value: Any) -> Any:

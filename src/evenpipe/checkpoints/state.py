@@ -144,19 +144,19 @@ def plan_state(manifest: Manifest, shards: Parameters, optimizer: torch.optim.Op
         fresh_state: dict[str, Tensor] = {}
         for key, state_entry in saved_states.get(name, {}).items():
             if isinstance(existing.get(key), Tensor):
-                what = f"optimizer state {key!r} of {name!r}"
-                _check_equal(what, "dtype", state_entry.dtype, dtype_name(existing[key].dtype))
+                description = f"optimizer state {key!r} of {name!r}"
+                _check_equal(description, "dtype", state_entry.dtype, dtype_name(existing[key].dtype))
             same_on_all = _is_same_on_all(parameter, key, optimizer)
             cut_alike = None if same_on_all else shard.placement.of_state(state_entry.shape, whole=True)
             placement = cut_alike or TensorPlacement(state_entry.shape)
             dtype, shape = getattr(torch, state_entry.dtype), placement.local_shape
-            place = optimizer.moment_on_host(parameter, key) if isinstance(optimizer, HostAdamW) else None
-            if place is None:
+            host_moment = optimizer.moment_on_host(parameter, key) if isinstance(optimizer, HostAdamW) else None
+            if host_moment is None:
                 fresh = torch.empty(shape, dtype=dtype, device=_state_device(key, parameter, owned[parameter]))
-            elif not existing and place.shape == shape and place.dtype == dtype:
-                fresh = place  # not used yet: nothing is lost if the load fails
+            elif not existing and host_moment.shape == shape and host_moment.dtype == dtype:
+                fresh = host_moment  # not used yet: nothing is lost if the load fails
             else:
-                fresh = torch.empty(shape, dtype=dtype, device=place.device)
+                fresh = torch.empty(shape, dtype=dtype, device=host_moment.device)
             fresh_state[key] = fresh
             plan.state[f"{OPTIMIZER}{key}.{name}"] = Held(fresh, placement)
         plan.optimizer_states.append((optimizer.state, parameter, fresh_state))
@@ -207,6 +207,6 @@ def _is_same_on_all(parameter: nn.Parameter, state: str, optimizer: torch.optim.
     return isinstance(optimizer, Adafactor) and optimizer.is_same_on_all(parameter, state)
 
 
-def _check_equal(what: str, property_name: str, saved: Any, held: Any) -> None:
+def _check_equal(description: str, property_name: str, saved: Any, held: Any) -> None:
     if saved != held:
-        raise InputError(f"{what} has {property_name} {saved} in the checkpoint and {held} in the model")
+        raise InputError(f"{description} has {property_name} {saved} in the checkpoint and {held} in the model")

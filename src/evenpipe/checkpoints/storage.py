@@ -98,17 +98,17 @@ class Writer(FileSystemWriter):
             results = {result.index: result for result in written}
         return [_piece_to_json(item, results[item.index]) for item in plan.items]
 
-    def write_index(self, parts: Sequence[list[dict[str, Any]]]) -> Metadata:
+    def write_index(self, descriptions: Sequence[list[dict[str, Any]]]) -> Metadata:
         """Write the index from the descriptions of all processes by rank. Of several copies, the first is read.
 
         Raises ValueError if pieces overlap, or do not make up whole tensors.
         """
-        places: dict[MetadataIndex, WriteResult] = {}
+        results: dict[MetadataIndex, WriteResult] = {}
         plans = []
-        for part in parts:
-            pieces = [_piece_from_json(piece) for piece in part]
+        for description in descriptions:
+            pieces = [_piece_from_json(entry) for entry in description]
             for item, result in pieces:
-                places.setdefault(item.index, result)
+                results.setdefault(item.index, result)
             plans.append(
                 SavePlan(
                     [item for item, _ in pieces], planner_data={item.index.fqn: (item.index.fqn,) for item, _ in pieces}
@@ -117,7 +117,7 @@ class Writer(FileSystemWriter):
         plans, index = DefaultSavePlanner(dedup_save_to_lowest_rank=True).create_global_plan(plans)
         with _disk_errors(self.path):
             self.finish(
-                index, [[replace(places[item.index], index=item.index) for item in plan.items] for plan in plans]
+                index, [[replace(results[item.index], index=item.index) for item in plan.items] for plan in plans]
             )
         return index
 
@@ -136,8 +136,8 @@ class _Tensors(DefaultLoadPlanner):
         return self._tensors[write_item.index]
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        whole = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return self._tensors[read_item.dest_index][tuple(slice(first, first + length) for first, length in whole)]
+        extents = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self._tensors[read_item.dest_index][tuple(slice(first, first + length) for first, length in extents)]
 
 
 class _MarkedFiles(FileSystem):
@@ -196,9 +196,9 @@ def read_state(folder: Path, index: Metadata, state: Mapping[str, Held[torch.Ten
     items, tensors = [], {}
     for key, held in state.items():
         chunks = []
-        for place, chunk, tensor in _chunks(key, held):
+        for chunk_index, chunk, tensor in _chunks(key, held):
             chunks.append(chunk)
-            tensors[place] = tensor
+            tensors[chunk_index] = tensor
         entry = index.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
         items += create_read_items_for_chunk_list(key, entry, chunks)
@@ -207,8 +207,8 @@ def read_state(folder: Path, index: Metadata, state: Mapping[str, Held[torch.Ten
     try:
         reader.read_data(LoadPlan(items), _Tensors(tensors)).wait()
     except Exception as error:  # of torch, for a file that has changed since it was verified
-        what = describe_os_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        raise RunError(f"the checkpoint {str(folder)!r} cannot be read: {what}") from error
+        reason = describe_os_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise RunError(f"the checkpoint {str(folder)!r} cannot be read: {reason}") from error
 
 
 def _chunks(key: str, held: Held[torch.Tensor]) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata, torch.Tensor]]:
@@ -252,7 +252,7 @@ def _mark(save_id: str) -> bytes:
 
 def _piece_to_json(item: WriteItem, result: WriteResult) -> dict[str, Any]:
     """Describe a tensor or its local rows, with file and offset."""
-    data, place = item.tensor_data, result.storage_data
+    data, location = item.tensor_data, result.storage_data
     assert data is not None, item.index
     return {
         "key": item.index.fqn,
@@ -261,19 +261,19 @@ def _piece_to_json(item: WriteItem, result: WriteResult) -> dict[str, Any]:
         "sizes": list(data.chunk.sizes),
         "shape": list(data.size),
         "dtype": dtype_name(data.properties.dtype),
-        "file": place.relative_path,
-        "start": place.offset,
-        "bytes": place.length,
+        "file": location.relative_path,
+        "start": location.offset,
+        "bytes": location.length,
     }
 
 
-def _piece_from_json(piece: dict[str, Any]) -> tuple[WriteItem, WriteResult]:
-    offsets, sizes = torch.Size(piece["offsets"]), torch.Size(piece["sizes"])
+def _piece_from_json(entry: dict[str, Any]) -> tuple[WriteItem, WriteResult]:
+    offsets, sizes = torch.Size(entry["offsets"]), torch.Size(entry["sizes"])
     data = TensorWriteData(
-        ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype_of(piece["dtype"])), torch.Size(piece["shape"])
+        ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype_of(entry["dtype"])), torch.Size(entry["shape"])
     )
-    item = WriteItem(MetadataIndex(piece["key"], offsets), WriteItemType[piece["type"]], tensor_data=data)
-    return item, WriteResult(item.index, piece["bytes"], _StorageInfo(piece["file"], piece["start"], piece["bytes"]))
+    item = WriteItem(MetadataIndex(entry["key"], offsets), WriteItemType[entry["type"]], tensor_data=data)
+    return item, WriteResult(item.index, entry["bytes"], _StorageInfo(entry["file"], entry["start"], entry["bytes"]))
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -294,15 +294,15 @@ def _check_index(index: Any, manifest: Manifest) -> None:
     for key, entry in index.state_dict_metadata.items():
         for chunk in entry.chunks:
             bounds = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
-            if not all(0 <= offset <= offset + size <= whole for offset, size, whole in bounds):
+            if not all(0 <= offset <= offset + size <= full_size for offset, size, full_size in bounds):
                 raise DamagedError(f"{INDEX} gives {key!r} a piece that lies outside of it")
             if MetadataIndex(key, chunk.offsets) not in index.storage_data:
                 raise DamagedError(f"{INDEX} does not say where a piece of {key!r} is")
         if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
             raise DamagedError(f"{INDEX} does not give the whole of {key!r}")
-    for place in index.storage_data.values():
-        if place.relative_path not in manifest.files or place.transform_descriptors:
-            raise DamagedError(f"{INDEX} points to {place.relative_path!r}, which is not a file of the manifest")
+    for location in index.storage_data.values():
+        if location.relative_path not in manifest.files or location.transform_descriptors:
+            raise DamagedError(f"{INDEX} points to {location.relative_path!r}, which is not a file of the manifest")
 
 
 @contextmanager

@@ -32,15 +32,15 @@ def run(
     from evenpipe.schedule.check_file import check_file
     from evenpipe.schedule.files import read_schedule
 
-    most = {
+    limits_by_option = {
         "--max-in-flight": limits("max_in_flight", max_in_flight),
         "--bytes-limit": limits("bytes_limit", bytes_limit),
     }
-    for name, values in most.items():
+    for name, values in limits_by_option.items():
         if isinstance(values, list) and len(values) != (devices := read_schedule(file, read_edges(edges)).devices):
             raise InputError(f"{name} has {len(values)} numbers; it must have one, or {devices}, one per device")
     if bytes_limit is not None and costs is None:
         raise InputError("--costs is missing; --bytes-limit needs its sizes")
-    report = check_file(file, read_costs(costs), *most.values(), edges=read_edges(edges))
+    report = check_file(file, read_costs(costs), *limits_by_option.values(), edges=read_edges(edges))
     say_report(report, as_json=json_)
     return 0 if report.sound else 1

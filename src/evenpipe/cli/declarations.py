@@ -60,7 +60,7 @@ def for_typer(run: Callable[..., int], common: str) -> Callable[..., int]:
             parameters += inspect.signature(group, eval_str=True).parameters.values()  # type: ignore[arg-type]
         else:
             parameters.append(parameter)
-    for place, parameter in enumerate(parameters):
+    for index, parameter in enumerate(parameters):
         kind, limits = _unwrapped(parameter.annotation)
         if parameter.kind is parameter.KEYWORD_ONLY:
             entry = described[parameter.name.rstrip("_")]
@@ -68,7 +68,7 @@ def for_typer(run: Callable[..., int], common: str) -> Callable[..., int]:
         else:
             entry = next(arguments)
             info = typer.Argument(metavar=entry.metavar, help=entry.text)
-        parameters[place] = parameter.replace(annotation=Annotated[kind, info], kind=parameter.KEYWORD_ONLY)
+        parameters[index] = parameter.replace(annotation=Annotated[kind, info], kind=parameter.KEYWORD_ONLY)
 
     def command(context: typer.Context, **values: Any) -> int:
         if context.args:

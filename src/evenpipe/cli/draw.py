@@ -107,11 +107,11 @@ def _limit(options: CaseOptions, case: Case, timeline: Timeline) -> tuple[float,
     from evenpipe.schedule.registry import options_of
 
     devices, stage_bytes = case.schedule.devices, set(timeline.stage_bytes or ())
-    most = read_offload(options.offload)
-    if isinstance(most, float) and timeline.memory is not None:
-        return (most,) * devices
-    if isinstance(most, float) and timeline.on_device is not None and len(stage_bytes) == 1:
-        return (most / stage_bytes.pop(),) * devices
+    device_budget = read_offload(options.offload)
+    if isinstance(device_budget, float) and timeline.memory is not None:
+        return (device_budget,) * devices
+    if isinstance(device_budget, float) and timeline.on_device is not None and len(stage_bytes) == 1:
+        return (device_budget / stage_bytes.pop(),) * devices
     limit = limits("max_in_flight", options.max_in_flight)
     has_option = case.name in SCHEDULES and "max_in_flight" in options_of(case.name)
     in_flight = timeline.memory is None and timeline.on_device is None

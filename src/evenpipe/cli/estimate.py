@@ -271,9 +271,9 @@ def _run_of_configuration(
     from evenpipe.train.config_file import load_config
     from evenpipe.train.run_estimate import estimated_run
 
-    for given, usual in ((options, RecipeOptions()), (states, StateOptions())):
-        for field in fields(given):
-            if getattr(given, field.name) != getattr(usual, field.name):
+    for chosen, defaults in ((options, RecipeOptions()), (states, StateOptions())):
+        for field in fields(chosen):
+            if getattr(chosen, field.name) != getattr(defaults, field.name):
                 raise belongs_to_configuration(field.name, model)
     return estimated_run(load_config(model), machine)
 

@@ -142,15 +142,15 @@ def _app(module: ModuleType | None, *, wants_help: bool) -> Any:
             if wants_help:
                 epilog = f"{run.__doc__}\n\n{getattr(module, 'epilog', str)()}".strip("\n")
                 epilog = re.sub(r"(^|\n\n+)", "\\1\b\n", epilog)  # \b keeps the lines of a paragraph
-        for place in (app, *(group for of, group in groups.items() if name in GROUPS[of])):
-            place.command(name, help=summary, short_help=summary, epilog=epilog, context_settings=MORE)(run)
+        for parent in (app, *(group for of, group in groups.items() if name in GROUPS[of])):
+            parent.command(name, help=summary, short_help=summary, epilog=epilog, context_settings=MORE)(run)
     for name, group in groups.items():
         app.add_typer(group, name=name, help=f"{', '.join(GROUPS[name])}, by topic")
     return typer.main.get_command(app)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"evenpipe {__version__}")
         raise typer.Exit
 
@@ -189,24 +189,24 @@ def _what_is_wrong(error: Any, arguments: Sequence[str]) -> str:
     value = _value_of(parameter.opts, arguments)
     if parameter.param_type_name == "argument" and (quoted := re.search(r"'(.*)' is not", error.message)):
         value = quoted[1]
-    what = value if re.fullmatch(r"[+-]?[\d.]+", value) else show(value)
-    return f"{name} is {what}; it must be {accepted(context.command.callback, parameter.name, value)}"
+    shown_value = value if re.fullmatch(r"[+-]?[\d.]+", value) else show(value)
+    return f"{name} is {shown_value}; it must be {accepted(context.command.callback, parameter.name, value)}"
 
 
 def _value_of(names: Sequence[str], arguments: Sequence[str]) -> str:
     """The value of an option in the arguments."""
     value = ""
     for argument, following in itertools.pairwise([*arguments, ""]):
-        name, equals, rest = argument.partition("=")
+        name, equals, text = argument.partition("=")
         if name in names:
-            value = rest if equals else following
+            value = text if equals else following
     return value
 
 
 def _no_such_option(name: str, context: Any, arguments: Sequence[str]) -> str:
     """The sentence about an unknown option, which may be a field of the configuration, as in `--steps 3`."""
     command = context.command
-    position = next(place for place, word in enumerate(arguments) if word.partition("=")[0] == name or name in word)
+    position = next(index for index, word in enumerate(arguments) if word.partition("=")[0] == name or name in word)
     sentence = f"{context.info_name} has no argument {plain(arguments[position])}"
     if any(parameter.name == "overrides" for parameter in command.params):
         from evenpipe.train.config_file import fields_called

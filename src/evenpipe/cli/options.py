@@ -86,11 +86,11 @@ def written(name: str) -> str:
     return f"--{name.rstrip('_').replace('_', '-')}"
 
 
-def words(name: str, text: str, wanted: str = "one value, or several separated by commas") -> tuple[str, ...]:
+def words(name: str, text: str, expected: str = "one value, or several separated by commas") -> tuple[str, ...]:
     """The values of an option. Raises InputError if it has none."""
     values = tuple(word.strip() for word in text.split(",") if word.strip())
     if not values:
-        raise refused(written(name), text, wanted)
+        raise refused(written(name), text, expected)
     return values
 
 

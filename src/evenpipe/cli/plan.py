@@ -232,7 +232,7 @@ def run(
     for name in ("data", "tokenizer"):
         if getattr(options, name) is not None and output is None:
             raise InputError(f"--{name} goes into the configuration that -o writes, but there is no -o")
-    whole = None if budget is None else Budget.of(budget)
+    total_budget = None if budget is None else Budget.of(budget)
     problem, written = options.problem()
     known = None if measured is None else fitted(problem, measured_steps(problem, measured, _recipe_of_run))
     if known is not None:
@@ -279,7 +279,7 @@ def run(
             except KeyboardInterrupt:
                 interrupted = True
             cache.save()
-    ranking = Ranking(result, best, unpiped, whole, known)
+    ranking = Ranking(result, best, unpiped, total_budget, known)
     if json_:
         say_json(ranking.to_dict() | ({} if near is None else near.to_dict()))
     else:

@@ -49,8 +49,8 @@ def say_table(table: CaseTable) -> None:
 
     say("\n".join(table.above))
     shown = Table(box=SIMPLE_HEAD)
-    for place, name in enumerate(table.head):
-        is_word = place < table.left or not name
+    for column, name in enumerate(table.head):
+        is_word = column < table.left or not name
         shown.add_column(Text(name), justify="left" if is_word else "right", no_wrap=is_word)
     for row in table.rows:  # Text, since names of files may have brackets, which would be markup
         shown.add_row(*(Text(plain(word)) for word in row), style="bold" if row[-1] else "")

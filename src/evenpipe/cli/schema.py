@@ -8,7 +8,7 @@ from typing import Literal
 from evenpipe.cli.printing import say
 
 
-def run(what: Literal["config", "costs", "hardware", "trace"] = "config") -> int:
+def run(kind: Literal["config", "costs", "hardware", "trace"] = "config") -> int:
     """Print the JSON schema of a file, with which editors complete and check it.
 
     WHAT  config: a configuration of evenpipe train; costs: a file of --costs; hardware: a file of --hardware;
@@ -19,7 +19,7 @@ def run(what: Literal["config", "costs", "hardware", "trace"] = "config") -> int
     """
     from evenpipe.declaration import file_schema
 
-    match what:
+    match kind:
         case "config":
             from evenpipe.train.config_help import configuration_schema
 

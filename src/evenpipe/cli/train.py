@@ -23,8 +23,8 @@ def prepare(arguments: list[str]) -> list[str]:
     """The arguments with an empty FOLDER behind a `--trace` that has none: at the end, before options and overrides."""
     prepared = []
     for argument, following in itertools.pairwise([*arguments, "-"]):
-        alone = argument == "--trace" and (following.startswith("-") or OVERRIDE.match(following))
-        prepared.append("--trace=" if alone else argument)
+        has_no_folder = argument == "--trace" and (following.startswith("-") or OVERRIDE.match(following))
+        prepared.append("--trace=" if has_no_folder else argument)
     return prepared
 
 

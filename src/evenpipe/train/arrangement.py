@@ -48,13 +48,13 @@ class Arrangement:
     def __init__(self, pipeline: Pipeline, config: Config) -> None:
         self._pipeline = pipeline
         self._tokens = config.data.sequence_length
-        own = {"layers_per_stage": pipeline.layout.layers_per_stage, "sequence_length": self._tokens}
-        self._for = json.loads(json.dumps({**asdict(config.pipeline), **own}))
+        resolved = {"layers_per_stage": pipeline.layout.layers_per_stage, "sequence_length": self._tokens}
+        self._valid_for = json.loads(json.dumps({**asdict(config.pipeline), **resolved}))
         """What the times are for, as a checkpoint gives it back."""
-        wanted = config.pipeline.arrange == "measured" and config.pipeline.costs is None
-        named = isinstance(pipeline.recipe.schedule, str) and pipeline.devices > 1
-        self._is_on = wanted and named and not pipeline.order_matters
-        self._next: range = range(0)
+        is_requested = config.pipeline.arrange == "measured" and config.pipeline.costs is None
+        has_named_schedule = isinstance(pipeline.recipe.schedule, str) and pipeline.devices > 1
+        self._is_on = is_requested and has_named_schedule and not pipeline.order_matters
+        self._to_record: range = range(0)
         """Steps to record."""
         self._traces: list[Trace] = []
         self._known: dict[str, Any] | None = None
@@ -64,41 +64,41 @@ class Arrangement:
 
     def begin(self, step: int, state: Mapping[str, Any] | None) -> None:
         """Begin after so many steps of the run; state: of the checkpoint that it goes on from."""
-        self._next = range(step + WARM_UP + 1, step + WARM_UP + MEASURED + 1)
-        if not self._is_on or state is None or state["for"] != self._for:
+        self._to_record = range(step + WARM_UP + 1, step + WARM_UP + MEASURED + 1)
+        if not self._is_on or state is None or state["for"] != self._valid_for:
             return
         self._known = state["known"]
         if self._known is not None and state["next"] > step:
-            self._next = _one_of(state["next"])
+            self._to_record = _single_step(state["next"])
         if state["arranged_by"] is not None:
             self._take(state["arranged_by"])
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps; that of the very first process counts."""
         return {
-            "for": self._for,
+            "for": self._valid_for,
             "known": self._known,
             "arranged_by": self._arranged_by,
-            "next": self._next.start,
+            "next": self._to_record.start,
         }
 
     def records(self, step: int) -> bool:
         """Return whether the passes of a step, counted from 1, are to be recorded."""
-        return self._is_on and step in self._next
+        return self._is_on and step in self._to_record
 
-    def after(self, step: int, result: StepResult) -> str | None:
+    def observe(self, step: int, result: StepResult) -> str | None:
         """Look at a recorded step. Return what there is to say, on the very first process."""
         trace = self._pipeline.trace(result)
         if trace is not None:
             self._traces.append(trace)
-        if step + 1 in self._next:
+        if step + 1 in self._to_record:
             return None
-        measured = len(self._next)
+        measured = len(self._to_record)
         costs = self._costs()
         if measured == 1 and self._pipeline.from_the_first(self._drifted(costs), "drifting passes") is not None:
-            self._next = range(step + 1, step + MEASURED + 1)
+            self._to_record = range(step + 1, step + MEASURED + 1)
             return None
-        self._next = _one_of(step + EVERY)
+        self._to_record = _single_step(step + EVERY)
         return None if measured == 1 else self._decide(costs, step)
 
     def _take(self, costs: dict[str, Any]) -> None:
@@ -110,25 +110,27 @@ class Arrangement:
 
     def _decide(self, costs: Costs | None, step: int) -> str | None:
         """Take another order if it is worth it."""
-        said = text = None
+        message = text = None
         if costs is not None:
             self._known, pipeline = costs.to_dict(), self._pipeline
             try:
                 program = pipeline.layout_by(costs).program
-                before, after = (simulate(one, costs).makespan for one in (pipeline.program, program))
+                old_seconds, new_seconds = (
+                    simulate(candidate, costs).makespan for candidate in (pipeline.program, program)
+                )
             except InputError as error:  # no reason to end a run
-                said = f"the order stays: it cannot be arranged by measured passes ({error})"
+                message = f"the order stays: it cannot be arranged by measured passes ({error})"
             else:
-                if after < (1 - WORTH) * before and not _holds_more(program, pipeline.program):
+                if new_seconds < (1 - WORTH) * old_seconds and not _holds_more(program, pipeline.program):
                     text = json.dumps(self._known)
-                    said = (
+                    message = (
                         f"order arranged by the passes of steps {step - MEASURED + 1} to {step}: a step is predicted to"
-                        f" take {after:.3g} s, {100 * (1 - after / before):.1f} % less than before"
+                        f" take {new_seconds:.3g} s, {100 * (1 - new_seconds / old_seconds):.1f} % less than before"
                     )
         text = self._pipeline.from_the_first(text, "another order")
         if text is not None:
             self._take(json.loads(text))
-        return said
+        return message
 
     def _drifted(self, costs: Costs | None) -> str | None:
         """Return the passes whose times are others than at the last decision."""
@@ -147,41 +149,42 @@ class Arrangement:
         pipeline, traces = self._pipeline, self._traces
         self._traces = []
         measured: dict[str, Any] = {}
-        by_rank = [one for trace in traces for one in trace.by_rank]
+        by_rank = [rank_trace for trace in traces for rank_trace in trace.by_rank]
         lengths = pipeline.slice_lengths(self._tokens)
         with suppress(InputError):  # times that cannot be told apart arrange nothing
             measured = costs_of(by_rank, tokens=lengths if len(lengths) > 1 else ()).to_dict() if traces else {}
-        own = dict(_numbers(measured))
+        seconds = dict(_numbers(measured))
         if pipeline.replicas * pipeline.context_ranks > 1:
-            names = pipeline.from_the_first(json.dumps([list(path) for path in own]), "names of passes")
+            names = pipeline.from_the_first(json.dumps([list(path) for path in seconds]), "names of passes")
             paths = [tuple(path) for path in json.loads(names or "[]")]
-            table = pipeline.gather_numbers([own.get(path, math.nan) for path in paths])
-            own = {
-                path: statistics.median(one for one in column if not math.isnan(one))
+            table = pipeline.gather_numbers([seconds.get(path, math.nan) for path in paths])
+            seconds = {
+                path: statistics.median(value for value in column if not math.isnan(value))
                 for path, column in zip(paths, zip(*table, strict=True), strict=True)
             }
         if not measured or not (pipeline.feeds and pipeline.replica == 0):
             return None
-        return Costs.from_dict(_filled(measured, own))
+        return Costs.from_dict(_filled(measured, seconds))
 
 
-def changes_of_order(pipeline: Pipeline, before: str) -> list[str]:
+def changes_of_order(pipeline: Pipeline, previous: str) -> list[str]:
     """Return what to say of a run that goes on with an order arranged by other times than `before`."""
     now = pipeline.layout.arranged_by
-    if now == before or not pipeline.order_matters:
+    if now == previous or not pipeline.order_matters:
         return []
     return [
-        f"the schedule was arranged by {before}, and is now by {now}: gradients may be summed in another order, so"
+        f"the schedule was arranged by {previous}, and is now by {now}: gradients may be summed in another order, so"
         " results may differ in their last bits; pipeline.arrange keeps an order"
     ]
 
 
-def _holds_more(program: Program, than: Program) -> bool:
+def _holds_more(program: Program, reference: Program) -> bool:
     """Return whether a device has more activations in flight."""
-    more, fewer = (
-        [peak_activations(one.order.passes(device)) for device in range(one.devices)] for one in (program, than)
+    peaks, reference_peaks = (
+        [peak_activations(candidate.order.passes(device)) for device in range(candidate.devices)]
+        for candidate in (program, reference)
     )
-    return any(one > other for one, other in zip(more, fewer, strict=True))
+    return any(peak > reference_peak for peak, reference_peak in zip(peaks, reference_peaks, strict=True))
 
 
 Path = tuple[str | int, ...]
@@ -193,8 +196,8 @@ def _numbers(values: Any, path: Path = ()) -> Iterator[tuple[Path, float]]:
         for name, value in values.items():
             yield from _numbers(value, (*path, name))
     elif isinstance(values, (list, tuple)):
-        for place, value in enumerate(values):
-            yield from _numbers(value, (*path, place))
+        for index, value in enumerate(values):
+            yield from _numbers(value, (*path, index))
     elif isinstance(values, (int, float)):
         yield path, float(values)
 
@@ -204,9 +207,9 @@ def _filled(values: Any, numbers: Mapping[Path, float], path: Path = ()) -> Any:
     if isinstance(values, Mapping):
         return {name: _filled(value, numbers, (*path, name)) for name, value in values.items()}
     if isinstance(values, (list, tuple)):
-        return [_filled(value, numbers, (*path, place)) for place, value in enumerate(values)]
+        return [_filled(value, numbers, (*path, index)) for index, value in enumerate(values)]
     return numbers.get(path, values)
 
 
-def _one_of(step: int) -> range:
+def _single_step(step: int) -> range:
     return range(step, step + 1)

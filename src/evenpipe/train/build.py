@@ -56,17 +56,17 @@ def _fitting(config: Config, recipe: Recipe, model: str | PreTrainedConfig, torc
     known = known_gpu(torch.cuda.get_device_name(torch_device)) if torch_device.type == "cuda" else None
     if known is None or recipe.vocabulary != "redistribute" or recipe.devices == 1:
         return recipe
-    worker, what = initialise_worker(), "layers of each stage"
+    worker, subject = initialise_worker(), "layers of each stage"
     if worker.rank == 0:
         memory = torch.cuda.get_device_properties(torch_device).total_memory
         split = split_of_run(config, recipe, model, known, memory)
         if split is not None:
             logger.warning("layers_per_stage = %s: by the estimate, the split by time does not fit", list(split))
-        worker.settle(what, json.dumps(split))
-        worker.mark(f"{what}: known")
-    worker.wait_for_mark(f"{what}: known", f"the {what}", "the pipeline")
-    found = json.loads(worker.settle(what, "null"))
-    return recipe if found is None else replace(recipe, layers_per_stage=tuple(found))
+        worker.settle(subject, json.dumps(split))
+        worker.mark(f"{subject}: known")
+    worker.wait_for_mark(f"{subject}: known", f"the {subject}", "the pipeline")
+    agreed = json.loads(worker.settle(subject, "null"))
+    return recipe if agreed is None else replace(recipe, layers_per_stage=tuple(agreed))
 
 
 def split_of_run(

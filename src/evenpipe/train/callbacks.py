@@ -93,28 +93,28 @@ def find_callbacks(names: Sequence[str]) -> list[type[Callback] | Callback]:
 
     Raises InputError if there is no such name, or it names something else; with a traceback if a module fails.
     """
-    found = []
+    callbacks = []
     for number, name in enumerate(names):
         field = f"training.callbacks[{number}]"
-        one = find_named(field, name)
-        if not (isinstance(one, Callback) or (isinstance(one, type) and issubclass(one, Callback))):
+        callback = find_named(field, name)
+        if not (isinstance(callback, Callback) or (isinstance(callback, type) and issubclass(callback, Callback))):
             raise InputError(
                 f"{field} is {show(name)}; it must name a class derived from evenpipe.Callback, or an instance"
             )
-        found.append(one)
-    return found
+        callbacks.append(callback)
+    return callbacks
 
 
 def make_callbacks(callbacks: Sequence[type[Callback] | Callback]) -> list[Callback]:
     """Return an instance of each. Raises InputError for an object that is not a callback, or a class that cannot be
     called without arguments."""
     made = []
-    for one in callbacks:
+    for entry in callbacks:
         try:
-            made.append(one() if isinstance(one, type) else one)
+            made.append(entry() if isinstance(entry, type) else entry)
         except Exception as error:
             raise InputError(
-                f"callback {_name(one)} cannot be made without arguments: {told_with_traceback(error, __file__)}"
+                f"callback {_name(entry)} cannot be made without arguments: {told_with_traceback(error, __file__)}"
             ) from error
     for callback in made:
         if not isinstance(callback, Callback):

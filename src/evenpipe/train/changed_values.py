@@ -13,18 +13,19 @@ from evenpipe.train.config_file import sections
 from evenpipe.words import show
 
 
-def changed_values(before: Mapping[str, Any], config: Config) -> dict[str, str]:
+def changed_values(saved: Mapping[str, Any], config: Config) -> dict[str, str]:
     """Return what has changed, by field: `{"training.seed": "0 -> 1"}`.
 
     before: the configuration in a checkpoint. A field that it does not have, because it is of an older version, had its
     default value; and a list of one item is the item, as in a configuration.
     """
-    earlier, now = _flat(_with_defaults(before)), _flat(json.loads(json.dumps(asdict(config))))
-    names = [*now, *(name for name in earlier if name not in now)]
+    earlier, current = _flat(_with_defaults(saved)), _flat(json.loads(json.dumps(asdict(config))))
+    names = [*current, *(name for name in earlier if name not in current)]
     return {
-        name: f"{show(earlier.get(name))} -> {show(now.get(name))}"
+        name: f"{show(earlier.get(name))} -> {show(current.get(name))}"
         for name in names
-        if now.get(name) not in (earlier.get(name), [earlier.get(name)]) and [now.get(name)] != earlier.get(name)
+        if current.get(name) not in (earlier.get(name), [earlier.get(name)])
+        and [current.get(name)] != earlier.get(name)
     }
 
 

@@ -94,16 +94,16 @@ class Config:
     @property
     def folders(self) -> dict[str, Path]:
         """Folders that the run writes into, by the field that names them."""
-        found = {
+        folders = {
             "output.folder": self.run_folder,
             "data.cache_folder": self.cache_folder,
             "checkpoint.folder": self.checkpoint_folder,
         }
         if self.output.trace_steps:
-            found["output.trace_folder"] = self.trace_folder
+            folders["output.trace_folder"] = self.trace_folder
         if self.output.export:
-            found["output.export_folder"] = self.export_folder.parent
-        return found
+            folders["output.export_folder"] = self.export_folder.parent
+        return folders
 
     @property
     def trained_tokenizer_entries(self) -> int | None:

@@ -31,7 +31,7 @@ from evenpipe.train.files import disk_errors, locked, write_json
 from evenpipe.train.input_sections import DEFAULT_END_OF_TEXT
 from evenpipe.train.model_source import model_config, pipeline_model
 from evenpipe.train.packing import (
-    PLACE,
+    OFFSET,
     TOKEN,
     Batches,
     count_tokens,
@@ -87,7 +87,7 @@ class PreparedData:
 
     def is_complete(self) -> bool:
         """Return whether the files exist with their full size."""
-        sizes = {self.tokens_path: self.tokens * TOKEN.itemsize, self.ends_path: self.documents * PLACE.itemsize}
+        sizes = {self.tokens_path: self.tokens * TOKEN.itemsize, self.ends_path: self.documents * OFFSET.itemsize}
         return (
             all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
             and (self.tokenizer_folder / "tokenizer_config.json").is_file()
@@ -97,10 +97,10 @@ class PreparedData:
     @classmethod
     def read(cls, path: Path) -> PreparedData:
         """Read data.json. Raises OSError, ValueError or TypeError for any other file."""
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found.get("validation") is not None:
-            found["validation"] = cls(**found["validation"])
-        return cls(**found)
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.get("validation") is not None:
+            content["validation"] = cls(**content["validation"])
+        return cls(**content)
 
 
 def prepare(config: Config, say: Callable[[str], None] | None = None) -> PreparedData:
@@ -140,11 +140,11 @@ def open_batches(config: Config, data: PreparedData, *, reads: bool = True) -> B
     and open no file."""
     length, separate = config.data.sequence_length, config.documents == "separate"
 
-    def rows_of(found: PreparedData) -> np.ndarray[Any, Any]:
-        return open_rows(found.tokens_path, length) if reads else unread_rows(found.tokens // length, length)
+    def rows_of(prepared: PreparedData) -> np.ndarray[Any, Any]:
+        return open_rows(prepared.tokens_path, length) if reads else unread_rows(prepared.tokens // length, length)
 
-    def ends_of(found: PreparedData) -> np.ndarray[Any, Any] | None:
-        return open_ends(found.ends_path) if reads and separate else None
+    def ends_of(prepared: PreparedData) -> np.ndarray[Any, Any] | None:
+        return open_ends(prepared.ends_path) if reads and separate else None
 
     return Batches(
         rows=rows_of(data),
@@ -157,12 +157,12 @@ def open_batches(config: Config, data: PreparedData, *, reads: bool = True) -> B
     )
 
 
-def planned_steps(config: Config, batches: Batches, done: int = 0, position: int = 0) -> int:
+def planned_steps(config: Config, batches: Batches, steps_done: int = 0, position: int = 0) -> int:
     """Return the steps of a whole run after `done` steps to a position in the data. The rest of `training.epochs`
     follows from the position, because earlier steps may have had another size."""
     training = config.training
     if training.epochs is not None:
-        return done + batches.steps_of(training.epochs, position)
+        return steps_done + batches.steps_of(training.epochs, position)
     return DEFAULT_STEPS if training.steps is None else training.steps
 
 
@@ -178,11 +178,11 @@ def data_identity(config: Config, data: PreparedData) -> dict[str, Any]:
     }
 
 
-def changes_of_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changes_of_data(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Describe changes of the data in a resumed run, from the `data_identity` of the checkpoint and of now."""
     lines = []
-    for name, value in now.items():
-        earlier = before.get(name, "joined" if name == _DOCUMENTS else None)
+    for name, value in current.items():
+        earlier = saved.get(name, "joined" if name == _DOCUMENTS else None)
         if earlier == value:
             continue
         if name == _DOCUMENTS:
@@ -194,7 +194,7 @@ def changes_of_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
                 f"{name} is now {value}, was {earlier}: the order of the data changes, so some text of this epoch may"
                 " be read twice or not at all"
             )
-            if name in _DECIDES_VALIDATION and now["data.validation_fraction"]:
+            if name in _DECIDES_VALIDATION and current["data.validation_fraction"]:
                 lines[-1] += (
                     "; the validation rows change, too: the run may have trained on some of the new ones, so the"
                     " validation loss may be too low"
@@ -237,10 +237,10 @@ def _find_or_build(config: Config, say: Callable[[str], None]) -> tuple[Prepared
     say(f"reading {validation.description} to evaluate on")
     identity = ["trained on", data.fingerprint] if tokenizer is None else identity
     get_tokenizer = trained if tokenizer is None else lambda: tokenizer
-    found, is_new = _tokens(cache, validation, validation.fingerprint(), identity, get_tokenizer)
+    prepared, is_new = _tokens(cache, validation, validation.fingerprint(), identity, get_tokenizer)
     if is_new:
-        say(f"{count(found.documents, 'document', ',')}, {count(found.tokens, 'token', ',')} to evaluate on")
-    return replace(data, validation=found), tokenizer
+        say(f"{count(prepared.documents, 'document', ',')}, {count(prepared.tokens, 'token', ',')} to evaluate on")
+    return replace(data, validation=prepared), tokenizer
 
 
 def _existing_tokenizer(config: Config) -> tuple[Any, list[Any]]:

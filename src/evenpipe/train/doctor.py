@@ -53,7 +53,7 @@ PRODUCTS, COLLECTIVES = "products, memory and messages", "collectives"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Check:
     """What is examined by itself."""
 
     section: str
@@ -80,53 +80,53 @@ class Outcome:
     """The last lines that it printed, if something is wrong."""
 
 
-def examine(parts: Sequence[Part], say: Callable[[str], None] = lambda text: None) -> list[Outcome]:
+def examine(checks: Sequence[Check], say: Callable[[str], None] = lambda text: None) -> list[Outcome]:
     """Run parts one after the other. say: is told which one begins."""
     outcomes = []
-    for number, part in enumerate(parts, 1):
-        say(f"{number} of {len(parts)}: {part.section}, {part.name}")
-        outcomes.append(_examined(part))
+    for number, check in enumerate(checks, 1):
+        say(f"{number} of {len(checks)}: {check.section}, {check.name}")
+        outcomes.append(_examined(check))
     return outcomes
 
 
 def doctor(processes: int, say: Callable[[str], None] = lambda text: None) -> list[Outcome]:
     """Examine this machine with so many processes, each with a device of its own where there are enough. say: as for
     `examine`."""
-    outcomes = examine(parts_for(processes), say)
-    hardware = next((one.values for one in outcomes if one.name == PRODUCTS and not one.fault), None)
+    outcomes = examine(checks_for(processes), say)
+    hardware = next((outcome.values for outcome in outcomes if outcome.name == PRODUCTS and not outcome.fault), None)
     if hardware is None:
         return outcomes
-    predict = Part("predictions", "steps", partial(predicted_steps, processes, dict(hardware)))
+    predict = Check("predictions", "steps", partial(predicted_steps, processes, dict(hardware)))
     return [*outcomes, *examine([predict], say)]
 
 
-def parts_for(processes: int) -> list[Part]:
+def checks_for(processes: int) -> list[Check]:
     """Return all parts for so many processes."""
-    parts = [Part("machine", "versions and links", partial(about_machine, processes), seconds=60.0)]
+    checks = [Check("machine", "versions and links", partial(about_machine, processes), seconds=60.0)]
     for name, family, options in axes_of(processes):
-        parts.append(Part("gradients", name, partial(check_gradients, family, options, processes)))
-    parts.append(Part("transfers", PRODUCTS, partial(measured_hardware, processes)))
+        checks.append(Check("gradients", name, partial(check_gradients, family, options, processes)))
+    checks.append(Check("transfers", PRODUCTS, partial(measured_hardware, processes)))
     if processes > 1:
-        parts.append(Part("transfers", COLLECTIVES, partial(measured_collectives, processes)))
+        checks.append(Check("transfers", COLLECTIVES, partial(measured_collectives, processes)))
     for name, options in steps_of(processes):
-        parts.append(Part("steps", name, partial(measured_step, options, processes)))
-    return parts
+        checks.append(Check("steps", name, partial(measured_step, options, processes)))
+    return checks
 
 
 # --- one part ---------------------------------------------------------------------------------------------------------
 
 
-def _examined(part: Part) -> Outcome:
+def _examined(check: Check) -> Outcome:
     with tempfile.NamedTemporaryFile(prefix="evenpipe-doctor-") as printed:
-        outcome = _outcome(part, printed.name)
+        outcome = _outcome(check, printed.name)
         lines = printed.read().decode(errors="replace").splitlines()
     return replace(outcome, log="\n".join(lines[-LOG_LINES:])) if outcome.fault else outcome
 
 
-def _outcome(part: Part, log: str) -> Outcome:
+def _outcome(check: Check, log: str) -> Outcome:
     context = multiprocessing.get_context("spawn")  # a fork would share what this process has of a GPU
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(part.run, sender, log))
+    process = context.Process(target=_run, args=(check.run, sender, log))
     started = time.monotonic()
     process.start()
     sender.close()
@@ -134,10 +134,10 @@ def _outcome(part: Part, log: str) -> Outcome:
     assert session is not None
     values: dict[str, Any] = {}
     try:
-        if receiver.poll(part.seconds):
+        if receiver.poll(check.seconds):
             values, fault = receiver.recv()
         else:
-            fault = f"not done after {part.seconds:.0f} s"
+            fault = f"not done after {check.seconds:.0f} s"
             process.terminate()  # the launcher ends its processes then
     except EOFError:
         process.join(END_SECONDS)
@@ -149,7 +149,7 @@ def _outcome(part: Part, log: str) -> Outcome:
             os.killpg(session, signal.SIGKILL)
         process.kill()  # if it has not come to its session yet
         process.join()
-    return Outcome(part.section, part.name, seconds, values, fault or str(values.get("fault", "")))
+    return Outcome(check.section, check.name, seconds, values, fault or str(values.get("fault", "")))
 
 
 def _run(work: Callable[[], dict[str, Any]], sender: Connection, log: str) -> None:
@@ -188,7 +188,7 @@ def about_machine(processes: int) -> dict[str, Any]:
     if torch.cuda.is_available():
         devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         values |= {
-            "gpus": ", ".join(f"{one.name} ({one.total_memory / 2**30:.0f} GiB)" for one in devices),
+            "gpus": ", ".join(f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices),
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "topology": _output_of("nvidia-smi", "topo", "-m"),
@@ -235,9 +235,9 @@ def axes_of(processes: int) -> list[tuple[str, str, dict[str, Any]]]:
         {"schedule": "interleaved", "vocabulary": "redistribute"},
         {"schedule": "zb-h1", "slices": 2},
     ]
-    found = [("llama", {"pp": processes, **one}) for one in pipelines]
+    cases = [("llama", {"pp": processes, **pipeline}) for pipeline in pipelines]
     if processes > 1:
-        found += [
+        cases += [
             ("llama", {"dp": processes}),
             ("llama", {"dp": processes, "data_parallel": "shard"}),
             ("llama", {"tp": processes}),
@@ -246,14 +246,14 @@ def axes_of(processes: int) -> list[tuple[str, str, dict[str, Any]]]:
         ]
     if processes % 2 == 0 and processes > 2:
         half = processes // 2
-        found += [
+        cases += [
             ("llama", {"pp": half, "tp": 2, "schedule": "zb-h1"}),
             ("llama", {"pp": half, "cp": 2, "schedule": "1f1b"}),
             ("mixtral", {"pp": half, "dp": 2, "ep": 2, "schedule": "zbv"}),
         ]
     return [
         (", ".join([family, *(f"{name} {value}" for name, value in options.items())]), family, options)
-        for family, options in found
+        for family, options in cases
     ]
 
 
@@ -295,8 +295,8 @@ def _gradients(family: str, options: dict[str, Any]) -> dict[str, Any]:
     replicas = options.get("dp", 1)
     ids = torch.randint(0, model.config.vocab_size, (4 * replicas, 8 * worker.world_size))
     with InFp64():
-        how = {"microbatches": 4, "parameter_dtype": torch.float64, "self_check": False, **options}
-        with contextlib.closing(Pipeline(model, **how)) as pipeline:
+        arguments = {"microbatches": 4, "parameter_dtype": torch.float64, "self_check": False, **options}
+        with contextlib.closing(Pipeline(model, **arguments)) as pipeline:
             loss = pipeline.step(ids.chunk(replicas)[pipeline.replica]).loss
             gradients = pipeline.full_gradients()
         if worker.rank:
@@ -305,15 +305,15 @@ def _gradients(family: str, options: dict[str, Any]) -> dict[str, Any]:
         logits = model(input_ids=ids.to(worker.torch_device), use_cache=False).logits[:, :-1]
         expected = functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten().to(logits.device))
         expected.backward()
-    wanted = {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
-    errors = gradient_errors({name: gradients[name].cpu() for name in wanted}, wanted)
+    expected_gradients = {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
+    errors = gradient_errors({name: gradients[name].cpu() for name in expected_gradients}, expected_gradients)
     worst = max(errors, key=errors.__getitem__)
-    found, right = float(loss), float(expected.detach())
-    values = {"error": errors[worst], "parameter": worst, "loss": found, "expected loss": right}
+    actual_loss, expected_loss = float(loss), float(expected.detach())
+    values = {"error": errors[worst], "parameter": worst, "loss": actual_loss, "expected loss": expected_loss}
     if not errors[worst] <= EXACT:
         values["fault"] = f"the gradient of {worst} is off by {errors[worst]:.1e}, expected at most {EXACT:.0e}"
-    elif not abs(found / right - 1) <= EXACT:
-        values["fault"] = f"the loss is {found:.9g}, expected {right:.9g}"
+    elif not abs(actual_loss / expected_loss - 1) <= EXACT:
+        values["fault"] = f"the loss is {actual_loss:.9g}, expected {expected_loss:.9g}"
     return values
 
 
@@ -336,29 +336,29 @@ def _collectives() -> dict[str, Any]:
     worker = initialise_worker()
     by_nccl = "nccl" in dist.get_backend_config()
     device = worker.torch_device if by_nccl else torch.device("cpu")
-    found: dict[str, Any] = {}
+    seconds: dict[str, Any] = {}
     for size in COLLECTIVE_BYTES:
-        whole = torch.zeros(size // 4 // worker.world_size * worker.world_size, device=device)
-        part = whole.chunk(worker.world_size)[worker.rank].clone()
+        full = torch.zeros(size // 4 // worker.world_size * worker.world_size, device=device)
+        shard = full.chunk(worker.world_size)[worker.rank].clone()
         for name, work in (
-            ("all-reduce", partial(dist.all_reduce, whole)),
-            ("all-gather", partial(ALL_GATHER, whole, part)),
-            ("broadcast", partial(dist.broadcast, whole, 0)),
+            ("all-reduce", partial(dist.all_reduce, full)),
+            ("all-gather", partial(ALL_GATHER, full, shard)),
+            ("broadcast", partial(dist.broadcast, full, 0)),
         ):
-            found.setdefault(name, {})[str(size)] = _median_seconds(work, device)
-    return found
+            seconds.setdefault(name, {})[str(size)] = _median_seconds(work, device)
+    return seconds
 
 
 def _median_seconds(work: Callable[[], Any], device: torch.device) -> float:
-    taken = []
+    seconds = []
     for _ in range(WARM_UP + ROUNDS):
         dist.barrier()
         started = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken[WARM_UP:])
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[WARM_UP:])
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
@@ -366,10 +366,10 @@ def _median_seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 def steps_of(processes: int) -> list[tuple[str, dict[str, Any]]]:
     """Return (name, options of the pipeline) of the steps that are timed: the same batch in each."""
-    found = [(f"pp {processes}, 1f1b, {mode}", {"pp": processes, "vocabulary": mode}) for mode in MODES]
+    steps = [(f"pp {processes}, 1f1b, {mode}", {"pp": processes, "vocabulary": mode}) for mode in MODES]
     if processes > 1:
-        found.append((f"dp {processes}, shard", {"dp": processes, "data_parallel": "shard"}))
-    return found
+        steps.append((f"dp {processes}, shard", {"dp": processes, "data_parallel": "shard"}))
+    return steps
 
 
 def measured_step(options: Mapping[str, Any], processes: int) -> dict[str, Any]:
@@ -403,10 +403,10 @@ def _step(options: dict[str, Any]) -> dict[str, Any]:
     config, tokens = timed_config(worker.world_size, on_gpu=on_gpu)
     replicas = options.get("dp", 1)
     microbatches = 2 * worker.world_size // replicas
-    how = {"microbatches": microbatches, "compute_dtype": torch.bfloat16 if on_gpu else torch.float32, **options}
+    arguments = {"microbatches": microbatches, "compute_dtype": torch.bfloat16 if on_gpu else torch.float32, **options}
     ids = torch.randint(0, config.vocab_size, (microbatches, tokens), generator=torch.Generator().manual_seed(1))
-    taken = []
-    with contextlib.closing(Pipeline(config, self_check=False, seed=0, **how)) as pipeline:
+    seconds = []
+    with contextlib.closing(Pipeline(config, self_check=False, seed=0, **arguments)) as pipeline:
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-4)
         for _ in range(WARM_UP + STEPS):
             started = time.perf_counter()
@@ -415,8 +415,8 @@ def _step(options: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
             if on_gpu:
                 torch.cuda.synchronize(worker.torch_device)
-            taken.append(time.perf_counter() - started)
-    return {"seconds": statistics.median(taken[WARM_UP:]), "tokens": microbatches * replicas * tokens}
+            seconds.append(time.perf_counter() - started)
+    return {"seconds": statistics.median(seconds[WARM_UP:]), "tokens": microbatches * replicas * tokens}
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ def predicted_steps(processes: int, hardware: Mapping[str, Any]) -> dict[str, An
     machine = hardware_from_dict(dict(hardware))
     on_gpu = machine.torch_device == "cuda"
     config, tokens = timed_config(processes, on_gpu=on_gpu)
-    description, found = describe(config), {}
+    description, predicted = describe(config), {}
     for name, options in steps_of(processes):
         recipe = Recipe.of(
             schedule="1f1b",
@@ -446,5 +446,5 @@ def predicted_steps(processes: int, hardware: Mapping[str, Any]) -> dict[str, An
         problem = problem_of_run(description, machine, recipe, dtype="bf16" if on_gpu else "fp32")
         split = layers_per_stage(recipe, problem.model_costs, runnable_order(recipe))
         recipe = replace(recipe, layers_per_stage=split)
-        found[name] = evaluate(problem, Configuration.of(problem, recipe)).seconds
-    return found
+        predicted[name] = evaluate(problem, Configuration.of(problem, recipe)).seconds
+    return predicted

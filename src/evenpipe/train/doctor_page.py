@@ -15,28 +15,28 @@ MICRO, GIGA, TERA = 1e-6, 1e9, 1e12
 
 def page_values(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return all outcomes as JSON values."""
-    faulty = [f"{one.section}: {one.name}" for one in outcomes if one.fault]
-    return {"parts": len(outcomes), "faulty": faulty, "outcomes": [asdict(one) for one in outcomes]}
+    faulty = [f"{outcome.section}: {outcome.name}" for outcome in outcomes if outcome.fault]
+    return {"parts": len(outcomes), "faulty": faulty, "outcomes": [asdict(outcome) for outcome in outcomes]}
 
 
 def page_text(outcomes: Sequence[Outcome]) -> str:
     """Return the page in Markdown."""
     by_section: dict[str, list[Outcome]] = {}
-    for one in outcomes:
-        by_section.setdefault(one.section, []).append(one)
-    faulty = [one for one in outcomes if one.fault]
+    for outcome in outcomes:
+        by_section.setdefault(outcome.section, []).append(outcome)
+    faulty = [outcome for outcome in outcomes if outcome.fault]
     verdict = "no faults" if not faulty else count(len(faulty), "fault")
     lines = ["# evenpipe doctor", "", f"{count(len(outcomes), 'part')}, {verdict}", ""]
-    for one in faulty:
-        lines += [f"- **{one.section}, {one.name}**: {_line(one.fault)}", ""]
-        if one.log:
-            lines += [f"  {line}" for line in ("```", *one.log.splitlines(), "```")] + [""]
-    predictions = next((one.values for one in by_section.get("predictions", ()) if not one.fault), {})
+    for outcome in faulty:
+        lines += [f"- **{outcome.section}, {outcome.name}**: {_line(outcome.fault)}", ""]
+        if outcome.log:
+            lines += [f"  {line}" for line in ("```", *outcome.log.splitlines(), "```")] + [""]
+    predictions = next((outcome.values for outcome in by_section.get("predictions", ()) if not outcome.fault), {})
     for section, write in (
         ("machine", _machine),
         ("gradients", _gradients),
         ("transfers", _transfers),
-        ("steps", lambda some: _steps(some, predictions)),
+        ("steps", lambda timed: _steps(timed, predictions)),
     ):
         if section in by_section:
             lines += [f"## {section.capitalize()}", "", *write(by_section[section]), ""]
@@ -44,7 +44,7 @@ def page_text(outcomes: Sequence[Outcome]) -> str:
 
 
 def _machine(outcomes: Sequence[Outcome]) -> Iterable[str]:
-    values = {name: value for one in outcomes for name, value in one.values.items()}
+    values = {name: value for outcome in outcomes for name, value in outcome.values.items()}
     topology, settings, advice = (values.pop(name, None) for name in ("topology", "environment", "advice"))
     yield from _table(("", ""), values.items())
     if settings:
@@ -59,12 +59,12 @@ def _gradients(outcomes: Sequence[Outcome]) -> Iterable[str]:
     yield from ("Relative to transformers in one process.", "")
     yield from _table(
         ("pipeline", "largest error of a gradient, fp64", "seconds"),
-        [(one.name, _figure(one, "error", "{:.0e}"), f"{one.seconds:.0f}") for one in outcomes],
+        [(outcome.name, _figure(outcome, "error", "{:.0e}"), f"{outcome.seconds:.0f}") for outcome in outcomes],
     )
 
 
 def _transfers(outcomes: Sequence[Outcome]) -> Iterable[str]:
-    values = {one.name: one.values for one in outcomes if not one.fault}
+    values = {outcome.name: outcome.values for outcome in outcomes if not outcome.fault}
     if (machine := values.get(PRODUCTS)) is not None:
         wire = machine["inside"]
         yield from _table(
@@ -93,15 +93,15 @@ def _transfers(outcomes: Sequence[Outcome]) -> Iterable[str]:
 
 def _steps(outcomes: Sequence[Outcome], predictions: Mapping[str, float]) -> Iterable[str]:
     rows = []
-    for one in outcomes:
-        predicted = predictions.get(one.name)
+    for outcome in outcomes:
+        predicted = predictions.get(outcome.name)
         rows.append(
             (
-                one.name,
-                _figure(one, "seconds", "{:.3f} s"),
-                "-" if one.fault else f"{one.values['tokens'] / one.values['seconds']:.0f}",
+                outcome.name,
+                _figure(outcome, "seconds", "{:.3f} s"),
+                "-" if outcome.fault else f"{outcome.values['tokens'] / outcome.values['seconds']:.0f}",
                 "-" if predicted is None else f"{predicted:.3f} s",
-                "-" if predicted is None or one.fault else f"{predicted / one.values['seconds']:.2f}",
+                "-" if predicted is None or outcome.fault else f"{predicted / outcome.values['seconds']:.2f}",
             )
         )
     yield from _table(("step", "measured", "tokens/s", "predicted", "predicted / measured"), rows)

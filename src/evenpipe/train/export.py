@@ -84,12 +84,12 @@ def export_checkpoint(
     """
     output = Path(output)
     _check_place(output)
-    wanted = _dtype(dtype)
+    requested = _dtype(dtype)
     source = _open(Path(checkpoint))
     description = _describe(source, trust_remote_code)
     origin, tokenizer = _origin(source, description), _tokenizer_files(source)
     _check_contents(output, {*origin.files, *tokenizer})
-    dtypes = dtypes_to_write(description, origin.dtypes, wanted)
+    dtypes = dtypes_to_write(description, origin.dtypes, requested)
     trained = getattr(torch, source.manifest.tensors[PARAMETERS + description.embedding_name].dtype)
     temporary, replaced = (output.with_name(f"{output.name}.{ending}") for ending in ("tmp", "replaced"))
     try:
@@ -97,7 +97,7 @@ def export_checkpoint(
             shutil.rmtree(folder, ignore_errors=True)
         temporary.mkdir(parents=True)
         save_tensors(temporary, _tensors(source, description, dtypes), max_shard_size)
-        write_folder_metadata(description, temporary, wanted or (None if origin.dtypes else trained), origin)
+        write_folder_metadata(description, temporary, requested or (None if origin.dtypes else trained), origin)
         for name, path in tokenizer.items():
             (temporary / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, temporary / name)
@@ -118,12 +118,12 @@ def export_checkpoint(
 def _open(path: Path) -> Checkpoint:
     """Open the checkpoint in a folder, or the newest sound one of a run."""
     if is_checkpoint(path):
-        return _warned(open_checkpoint(path, alone=True))
+        return _warned(open_checkpoint(path, local_only=True))
     for folder in (path / "checkpoints", path):
-        found = find_latest(folder, alone=True)
-        checkpoint = found.sound()
+        latest = find_latest(folder, local_only=True)
+        checkpoint = latest.sound()
         if checkpoint is not None:
-            for rejected in found.rejected:
+            for rejected in latest.rejected:
                 warnings.warn(f"skipped {rejected.path}: {rejected.reason}", stacklevel=3)
             return _warned(checkpoint)
     raise InputError(f"{str(path)!r} has no checkpoint; expected a checkpoint's folder, or a run's folder")

@@ -32,9 +32,9 @@ def check_folders(folders: Mapping[str, Path]) -> None:
         made: list[Path] = []
         try:
             missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-            for one in reversed(missing):
-                one.mkdir()
-                made.append(one)
+            for directory in reversed(missing):
+                directory.mkdir()
+                made.append(directory)
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:
@@ -42,9 +42,9 @@ def check_folders(folders: Mapping[str, Path]) -> None:
                 raise RunError(f"the disk is full: nothing can be written in {plain(folder)}") from None
             raise refused(field, str(folder), f"a folder that can be written: {error.strerror}") from None
         finally:
-            for one in reversed(made):
+            for directory in reversed(made):
                 with contextlib.suppress(OSError):
-                    one.rmdir()
+                    directory.rmdir()
 
 
 @contextlib.contextmanager

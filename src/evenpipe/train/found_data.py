@@ -59,13 +59,13 @@ class FoundData:
 
     def texts(self, characters: int) -> tuple[list[str], bool]:
         """Return the first documents, with at least so many characters, and whether these are all."""
-        found: list[str] = []
+        texts: list[str] = []
         for text in self.documents:
             if characters <= 0:
-                return found, False
-            found.append(text)
+                return texts, False
+            texts.append(text)
             characters -= len(text)
-        return found, True
+        return texts, True
 
 
 def find_data(name: str) -> FoundData:
@@ -107,7 +107,7 @@ class _Seen:
     left_out: defaultdict[str, list[Path]] = field(default_factory=lambda: defaultdict(list))
     """By reason."""
     text_field: str = DEFAULT_FIELD
-    others: list[str] = field(default_factory=list)
+    other_fields: list[str] = field(default_factory=list)
     """Other fields with text of the first record."""
     chat_field: str = ""
     """Field with messages, in files that have chats."""
@@ -147,9 +147,13 @@ class _Seen:
                 return None if chat_field is None else CHAT
             if not path.stat().st_size:
                 return "empty"
-            whole = self._spend(path)
+            is_complete = self._spend(path)
             with path.open("rb") as file:
-                return None if _is_text(file.read() if whole else file.read(BEGINNING), whole) else "not UTF-8 text"
+                return (
+                    None
+                    if _is_text(file.read() if is_complete else file.read(BEGINNING), is_complete)
+                    else "not UTF-8 text"
+                )
         except OSError as error:
             return f"cannot be read ({error.strerror or error})"
         except InputError as error:
@@ -166,13 +170,13 @@ class _Seen:
         texts = {key: value for key, value in first.items() if isinstance(value, str)}
         if DEFAULT_FIELD not in texts and texts:
             self.text_field = max(texts, key=lambda key: len(texts[key]))
-            self.others = [key for key in texts if key != self.text_field]
+            self.other_fields = [key for key in texts if key != self.text_field]
         faults = {path: self._fault(path) for path in self.chosen}
         self.chosen = [path for path, fault in faults.items() if fault is None]
-        others = [path for path, fault in faults.items() if fault is not None]
-        if others:
-            self.left_out[f"without a text in {show(self.text_field)} in every record"] += others
-            self.fault = faults[others[0]] or ""
+        rejected = [path for path, fault in faults.items() if fault is not None]
+        if rejected:
+            self.left_out[f"without a text in {show(self.text_field)} in every record"] += rejected
+            self.fault = faults[rejected[0]] or ""
 
     def _fault(self, path: Path) -> str | None:
         """Return why a table does not have the field, or None."""
@@ -196,32 +200,32 @@ class _Seen:
         by_end: dict[str, list[Path]] = defaultdict(list)
         for path in self.chosen:
             by_end[path.suffix].append(path)
-        found: list[str] = []
+        patterns: list[str] = []
         for end, paths in sorted(by_end.items()):
             pattern = f"{base}/**/*{glob.escape(end)}"
             fits = end and set(find_files((pattern,))) <= chosen
-            found += [pattern] if fits else [path.as_posix() for path in paths]
-        return found
+            patterns += [pattern] if fits else [path.as_posix() for path in paths]
+        return patterns
 
     def remarks(self) -> Iterator[str]:
         """Say which field is read, and what was left out."""
         if self.text_field != DEFAULT_FIELD:
-            yield _reads(self.text_field, self.others)
+            yield _reads(self.text_field, self.other_fields)
         for reason, paths in sorted(self.left_out.items()):
             yield f"left out {count(len(paths), 'file')}, {reason}: {self._names(paths)}"
 
     def _names(self, paths: list[Path]) -> str:
         folder = Path(self.name)
         names = [plain(path.relative_to(folder) if folder.is_dir() else path) for path in paths[:MOST_NAMES]]
-        more = len(paths) - len(names)
-        return ", ".join(names) + (f" and {more} more" if more else "")
+        omitted = len(paths) - len(names)
+        return ", ".join(names) + (f" and {omitted} more" if omitted else "")
 
     def _nothing(self) -> str:
-        what = "folder" if Path(self.name).is_dir() else "file"
+        kind = "folder" if Path(self.name).is_dir() else "file"
         reasons = [f"{self._names(paths)}: {reason}" for reason, paths in sorted(self.left_out.items())]
-        said = "; ".join([*reasons, self.fault] if self.fault else reasons)
-        return f"--data is {show(self.name)}, but that {what} has no text, JSON lines or parquet" + (
-            f" to train on ({said})" if said else ""
+        explanation = "; ".join([*reasons, self.fault] if self.fault else reasons)
+        return f"--data is {show(self.name)}, but that {kind} has no text, JSON lines or parquet" + (
+            f" to train on ({explanation})" if explanation else ""
         )
 
 
@@ -263,8 +267,8 @@ def first_record(path: Path) -> dict[str, Any] | None:
             rows = next(file.iter_batches(batch_size=1), None)
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"not a parquet file ({str(error).splitlines()[0]})") from None
-    found = [] if rows is None else rows.to_pylist()
-    return found[0] if found else None
+    row_dicts = [] if rows is None else rows.to_pylist()
+    return row_dicts[0] if row_dicts else None
 
 
 def _saved(name: str) -> FoundData:
@@ -300,25 +304,25 @@ def _is_text_feature(feature: Any) -> bool:
     return isinstance(feature, dict) and feature.get("dtype") in ("string", "large_string")
 
 
-def _reads(text_field: str, others: list[str]) -> str:
-    beside = f", not in {', '.join(map(show, others))}" if others else ""
-    return f"the text in {show(text_field)} of each record is read{beside}; data.text_field names another field"
+def _reads(text_field: str, other_fields: list[str]) -> str:
+    exclusion = f", not in {', '.join(map(show, other_fields))}" if other_fields else ""
+    return f"the text in {show(text_field)} of each record is read{exclusion}; data.text_field names another field"
 
 
 def _visible(folder: Path) -> Iterator[Path]:
     """Iterate over the files that patterns match: without names that begin with a dot, but through links."""
-    passed: set[str] = set()
+    visited: set[str] = set()
     for parent, folders, files in os.walk(folder, followlinks=True):
-        place = os.path.realpath(parent)
-        folders[:] = [] if place in passed else [name for name in folders if not name.startswith(".")]
-        if place not in passed:
+        real_path = os.path.realpath(parent)
+        folders[:] = [] if real_path in visited else [name for name in folders if not name.startswith(".")]
+        if real_path not in visited:
             yield from (Path(parent, name) for name in files if not name.startswith("."))
-        passed.add(place)
+        visited.add(real_path)
 
 
-def _is_text(content: bytes, whole: bool) -> bool:
+def _is_text(content: bytes, is_complete: bool) -> bool:
     """Return whether bytes are UTF-8 text, or the beginning of one."""
     try:
-        return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(content, final=whole)
+        return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(content, final=is_complete)
     except UnicodeDecodeError:
         return False

@@ -47,11 +47,11 @@ class Generator:
         options = {"local_files_only": True, "trust_remote_code": trust_remote_code, "output_loading_info": True}
         try:
             loader: Any = AutoModelForCausalLM
-            model, found = loader.from_pretrained(folder, **options)
+            model, loading_info = loader.from_pretrained(folder, **options)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise InputError(f"the model folder {show(str(folder))} cannot be loaded: {reason_of(error)}") from error
-        if found["missing_keys"]:  # transformers would draw them at random
-            missing = ", ".join(sorted(found["missing_keys"])[:3])
+        if loading_info["missing_keys"]:  # transformers would draw them at random
+            missing = ", ".join(sorted(loading_info["missing_keys"])[:3])
             raise InputError(f"the model folder {show(str(folder))} lacks weights: {missing}")
         self._model = model.eval()
 

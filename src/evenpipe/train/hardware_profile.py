@@ -88,39 +88,39 @@ def profile_hardware(
     if not sizes or min(sizes) < 1:
         raise InputError(f"microbatch sizes are {list(sizes)}; each must be a whole number of at least 1")
     pipelines = [] if config is None else pipelines_to_measure(config, processes, sizes)
-    for pipeline in chain.from_iterable(one.values() for one in pipelines):
+    for pipeline in chain.from_iterable(configs.values() for configs in pipelines):
         check_profile(pipeline, steps)
-    found: dict[str, Any] = launch(measure, processes=processes)[0]
-    device = found["device"]
+    figures: dict[str, Any] = launch(measure, processes=processes)[0]
+    device = figures["device"]
     passes: tuple[MeasuredPasses, ...] = ()
     if config is not None:
         timeout = config.pipeline.timeout_seconds
         measured = launch(measure_passes, pipelines, steps, WARM_UP, processes=processes, timeout_seconds=timeout)[0]
         passes = tuple(
-            passes_from({name: [result] for name, result in results.items()}, of["sharded"], device)
-            for of, results in zip(pipelines, measured, strict=True)
+            passes_from({name: [result] for name, result in results.items()}, configs["sharded"], device)
+            for configs, results in zip(pipelines, measured, strict=True)
         )
-    wire = Wire(latency_seconds=found["hop"][0], bandwidth=found["hop"][1])
-    products = found["products"].items()
+    wire = Wire(latency_seconds=figures["hop"][0], bandwidth=figures["hop"][1])
+    products = figures["products"].items()
     peaks = {dtype: max(2.0 * size**3 / seconds for size, seconds in took.items()) for dtype, took in products}
     widest = "bf16" if "bf16" in peaks else "fp32"
     return Hardware(
-        name=f"{found['name']}, {count(processes, 'process')}",
+        name=f"{figures['name']}, {count(processes, 'process')}",
         source=f"measured by evenpipe profile --hardware, torch {torch.__version__}",
         torch_device=device,
         peak_flops=peaks,
         product_fraction=1.0,
-        attention_fraction=min(1.0, found["attention"] / peaks[widest]),
-        memory_bytes=found["memory_bytes"] // (processes if device == "cpu" else 1),
-        memory_bandwidth=found["copied"],
-        operation_seconds=found["operation"],
+        attention_fraction=min(1.0, figures["attention"] / peaks[widest]),
+        memory_bytes=figures["memory_bytes"] // (processes if device == "cpu" else 1),
+        memory_bandwidth=figures["copied"],
+        operation_seconds=figures["operation"],
         devices_per_node=processes,
         inside=wire,
         across=wire,
-        host_bandwidth=found["host"],
-        contention=max(1.0, found["contention"]),
+        host_bandwidth=figures["host"],
+        contention=max(1.0, figures["contention"]),
         cores=cores() if device == "cpu" else 0,
-        context_bytes=found["context_bytes"],
+        context_bytes=figures["context_bytes"],
         passes=passes,
     )
 
@@ -177,12 +177,12 @@ def measure_passes(
     """Measure pipelines one after the other, on every process; the first one returns results of `measure_pipeline` by
     their names."""
     return [
-        {name: measure_config(config, steps, warm_up, MEASURED_AS[name]) for name, config in one.items()}
-        for one in pipelines
+        {name: measure_config(config, steps, warm_up, MEASURED_AS[name]) for name, config in configs.items()}
+        for configs in pipelines
     ]
 
 
-def passes_from(found: Mapping[str, Sequence[dict[str, Any]]], config: Config, device: str) -> MeasuredPasses:
+def passes_from(results: Mapping[str, Sequence[dict[str, Any]]], config: Config, device: str) -> MeasuredPasses:
     """Return the measured passes of `pipelines_to_measure` for a hardware file.
 
     found: of each, one or several results of `measure_pipeline`, as for `profile_of`. config: one of them.
@@ -192,15 +192,15 @@ def passes_from(found: Mapping[str, Sequence[dict[str, Any]]], config: Config, d
     devices = config.pipeline.devices
     processes = config.pipeline.processes
     free = max(1, with_own_cores(cores() if device == "cpu" else 0, processes) * devices // processes)
-    shards = profile_of(found["sharded"], free=free)
+    shards = profile_of(results["sharded"], free=free)
     # Where devices are never alone (more processes than cores), a profile without microbatches one by one shows no
     # contention, and its passes would seem longer than these.
     contention = shards.costs.contention
-    whole = profile_of(found["whole"], contention, free=free)
-    beside = {}
-    if "looped" in found:
-        beside = stage_passes(shards.costs, profile_of(found["looped"], contention, free=free).costs)
-    sharded = passes_of(shards.costs, shards.bare, beside) | beside
+    unsharded = profile_of(results["whole"], contention, free=free)
+    looped = {}
+    if "looped" in results:
+        looped = stage_passes(shards.costs, profile_of(results["looped"], contention, free=free).costs)
+    sharded = passes_of(shards.costs, shards.bare, looped) | looped
     split = even_split(model.layers, devices)
     heads = config.pipeline.cp > 1 and config.pipeline.context_exchange == "heads"
     return MeasuredPasses(
@@ -210,7 +210,7 @@ def passes_from(found: Mapping[str, Sequence[dict[str, Any]]], config: Config, d
         microbatch_size=config.pipeline.microbatch_size,
         devices=devices,
         contention=contention,
-        seconds=sharded | whole_passes(whole.costs, split, sharded, whole.bare, beside),
+        seconds=sharded | whole_passes(unsharded.costs, split, sharded, unsharded.bare, looped),
         tp=config.pipeline.tp,
         cp=config.pipeline.cp,
         context_exchange="heads" if heads else "keys",
@@ -222,24 +222,24 @@ def measure() -> dict[str, Any]:
     worker = initialise_worker()
     device = worker.torch_device
     kind = device.type
-    alone = _alone(device) if worker.rank == 0 else {}
-    _all(worker)
+    single = _measure_single(device) if worker.rank == 0 else {}
+    _barrier(worker)
     dtype = next(iter(DTYPES[kind].values()))
     large = SIZES[kind][-2]
-    shared = _of_all(worker, _seconds_at_length(_product(large, dtype, device), device))
+    shared = _mean_rate_seconds(worker, _seconds_at_length(_product(large, dtype, device), device))
     hop = _hop(worker)
     if worker.rank:
         return {}
-    first = alone["products"][next(iter(DTYPES[kind]))]
-    return {**alone, "device": kind, "contention": shared / first[large], "hop": hop or (1e-6, alone["copied"])}
+    first = single["products"][next(iter(DTYPES[kind]))]
+    return {**single, "device": kind, "contention": shared / first[large], "hop": hop or (1e-6, single["copied"])}
 
 
-def _all(worker: Worker) -> None:
+def _barrier(worker: Worker) -> None:
     if worker.world_size > 1:
         dist.barrier()
 
 
-def _of_all(worker: Worker, seconds: float) -> float:
+def _mean_rate_seconds(worker: Worker, seconds: float) -> float:
     """Return the seconds of one call at the mean rate of all processes: those that share cores do not get equal
     shares."""
     rate = torch.tensor(1 / seconds, dtype=torch.float64)
@@ -248,7 +248,7 @@ def _of_all(worker: Worker, seconds: float) -> float:
     return worker.world_size / rate.item()
 
 
-def _alone(device: torch.device) -> dict[str, Any]:
+def _measure_single(device: torch.device) -> dict[str, Any]:
     """Measure one process while the others wait."""
     kind = device.type
     products = {
@@ -256,8 +256,8 @@ def _alone(device: torch.device) -> dict[str, Any]:
         for name, dtype in DTYPES[kind].items()
     }
     large = torch.empty(COPIED[kind] // 4, device=device).normal_()
-    other = torch.empty_like(large)
-    copied = 2 * large.nbytes / _seconds(lambda: other.copy_(large))
+    destination = torch.empty_like(large)
+    copied = 2 * large.nbytes / _seconds(lambda: destination.copy_(large))
     host = copied
     if kind == "cuda":
         pinned = torch.empty(large.shape, pin_memory=True)
@@ -313,12 +313,12 @@ def _seconds_at_length(work: Callable[[], Any], device: torch.device) -> float:
     """Return the seconds of one call on average over a while that is the same for all processes: those that share a
     core take turns, and the fastest call had the core to itself."""
     calls, started = 0, time.perf_counter()
-    while (taken := time.perf_counter() - started) < WHILE:
+    while (elapsed := time.perf_counter() - started) < WHILE:
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         calls += 1
-    return taken / calls
+    return elapsed / calls
 
 
 def _fastest(work: Callable[[], Any], calls: int) -> float:
@@ -342,20 +342,20 @@ def _hop(worker: Worker) -> tuple[float, float] | None:
     if worker.rank > 1:
         communicators.close()
         return None
-    there, back = communicators["F:0>1"], communicators["B:1>0"]
+    forward, backward = communicators["F:0>1"], communicators["B:1>0"]
     times = []
     for size, calls in ((SMALL, 200), (LARGE, 20)):
         buffer = torch.zeros(size // 4, device=worker.torch_device)
 
-        def there_and_back(buffer: torch.Tensor = buffer) -> None:
+        def round_trip(buffer: torch.Tensor = buffer) -> None:
             if worker.rank == 0:
-                there.send(buffer, 1, "0SEND_F0").wait()
-                back.receive(buffer, 1, "0RECV_B0").wait()
+                forward.send(buffer, 1, "0SEND_F0").wait()
+                backward.receive(buffer, 1, "0RECV_B0").wait()
             else:
-                there.receive(buffer, 0, "1RECV_F0").wait()
-                back.send(buffer, 0, "1SEND_B0").wait()
+                forward.receive(buffer, 0, "1RECV_F0").wait()
+                backward.send(buffer, 0, "1SEND_B0").wait()
 
-        times.append(_fastest(there_and_back, calls) / 2)
+        times.append(_fastest(round_trip, calls) / 2)
     communicators.close()
     small, large = times
     return small, LARGE / max(1e-9, large - small)

@@ -46,8 +46,8 @@ class ModelConfig(Declared):
 
     def check(self) -> None:
         if (self.source is None) == (self.architecture is None):
-            given = "neither is" if self.source is None else "both are"
-            raise InputError(f"model needs either source or architecture, but {given} given")
+            which = "neither is" if self.source is None else "both are"
+            raise InputError(f"model needs either source or architecture, but {which} given")
         if self.source is not None:
             self.require("config", not self.config, "left out when model.source is given")
         self.require("fresh_weights", not self.fresh_weights or self.source is not None, "false without model.source")
@@ -96,10 +96,10 @@ class DataConfig(Declared):
     output.folder."""
 
     def check(self) -> None:
-        given = [name for name in ("files", "dataset", "corpus") if getattr(self, name)]
-        if len(given) != 1:
-            found = " and ".join(given) or "none"
-            raise InputError(f"data needs exactly one of files, dataset and corpus, but has {found}")
+        sources = [name for name in ("files", "dataset", "corpus") if getattr(self, name)]
+        if len(sources) != 1:
+            listed = " and ".join(sources) or "none"
+            raise InputError(f"data needs exactly one of files, dataset and corpus, but has {listed}")
         self.require("dataset_config", self.dataset_config is None or self.dataset is not None, "none without dataset")
         self._check_validation()
         if self.corpus is not None:
@@ -113,9 +113,9 @@ class DataConfig(Declared):
             self.require("validation_split", self.dataset is not None, "none without dataset")
             self.require("validation_split", split != self.dataset_split, "another split than data.dataset_split")
             self.require("validation_split", not self.validation_files, "none when validation_files are given")
-        if own := split or self.validation_files:
+        if separate := split or self.validation_files:
             field = "validation_split" if split else "validation_files"
-            accepted = f"left out or 0 when data.{field} is {show(own)}"
+            accepted = f"left out or 0 when data.{field} is {show(separate)}"
             self.require("validation_fraction", not self.held_back, accepted)
 
     @property

@@ -122,9 +122,9 @@ class MetricsFile:
         if path.exists():
             text = path.read_text(encoding="utf-8", errors="replace")
             self.last_step = max((step for step, _ in _complete_lines(text)), default=0)
-            kept = kept_lines(text, resume_step)
+            remaining = kept_lines(text, resume_step)
             temporary = path.with_name(path.name + ".tmp")
-            temporary.write_text(kept, encoding="utf-8")
+            temporary.write_text(remaining, encoding="utf-8")
             temporary.replace(path)
         self._file = path.open("ab", buffering=0)
 
@@ -186,7 +186,7 @@ class Progress:
     def __init__(
         self,
         steps: int,
-        done: int = 0,
+        steps_done: int = 0,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -200,7 +200,7 @@ class Progress:
         if self._stream.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=steps, initial=done, file=self._stream, unit="step", dynamic_ncols=True)
+            self._bar = tqdm(total=steps, initial=steps_done, file=self._stream, unit="step", dynamic_ncols=True)
 
     def set_steps(self, steps: int) -> None:
         """The number of steps is now known better (time box)."""

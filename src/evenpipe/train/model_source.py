@@ -38,11 +38,11 @@ def check_pipeline(config: Config) -> None:
     model = model_config(config.model)
     pipeline, layers = config.pipeline, model.num_hidden_layers
     if pipeline.devices > layers:
-        most = f"{layers * pipeline.processes // pipeline.devices}, the layers of the model"
-        most += f" times {pipeline.dp} replicas" if pipeline.dp > 1 else ""
-        most += f" times {pipeline.cp} context ranks" if pipeline.cp > 1 else ""
-        most += f" times {pipeline.tp} tensor ranks" if pipeline.tp > 1 else ""
-        raise refused("pipeline.processes", pipeline.processes, f"at most {most}")
+        maximum = f"{layers * pipeline.processes // pipeline.devices}, the layers of the model"
+        maximum += f" times {pipeline.dp} replicas" if pipeline.dp > 1 else ""
+        maximum += f" times {pipeline.cp} context ranks" if pipeline.cp > 1 else ""
+        maximum += f" times {pipeline.tp} tensor ranks" if pipeline.tp > 1 else ""
+        raise refused("pipeline.processes", pipeline.processes, f"at most {maximum}")
     split = pipeline.layers_per_stage
     may_be_empty = pipeline.vocabulary == "redistribute"
     if split is not None and (sum(split) != layers or (min(split) == 0 and not may_be_empty)):
@@ -139,11 +139,11 @@ def pipeline_model(config: Config, tokenizer_size: int, end_of_text_id: int) -> 
     """
     model = model_config(config.model)
     if config.model.architecture is not None or config.trained_tokenizer_entries is not None:
-        given = config.model.config
-        if "vocab_size" not in given:
+        configured = config.model.config
+        if "vocab_size" not in configured:
             model.vocab_size = tokenizer_size
         for name, value in (("eos_token_id", end_of_text_id), ("bos_token_id", end_of_text_id), ("pad_token_id", None)):
-            if name not in given:
+            if name not in configured:
                 setattr(model, name, value)
     _check_vocabulary(config, model.vocab_size, tokenizer_size)
     if config.model.source is not None and not config.model.fresh_weights:

@@ -15,7 +15,7 @@ from evenpipe.words import nearest, show
 def check_name(field: str, name: str) -> None:
     """Raise InputError for a text that is not of the form module:name."""
     module, _, attribute = name.partition(":")
-    if not all(part.isidentifier() for part in module.split(".")) or not attribute.isidentifier():
+    if not all(identifier.isidentifier() for identifier in module.split(".")) or not attribute.isidentifier():
         raise InputError(f'{field} is {show(name)}; it must be written "module:name"')
 
 
@@ -38,11 +38,13 @@ def find_named(field: str, name: str) -> Any:
             ) from None
         told = told_with_traceback(error, __file__)
         raise InputError(f"{field} is {show(name)}, but its module cannot be imported: {told}") from error
-    found = getattr(module, attribute, None)
-    if found is None:
-        others = [other for other in vars(module) if not other.startswith("_")]
-        raise InputError(f"{field} is {show(name)}, but {module_name} has no {attribute}{nearest(attribute, others)}")
-    return found
+    target = getattr(module, attribute, None)
+    if target is None:
+        public_names = [public_name for public_name in vars(module) if not public_name.startswith("_")]
+        raise InputError(
+            f"{field} is {show(name)}, but {module_name} has no {attribute}{nearest(attribute, public_names)}"
+        )
+    return target
 
 
 def told_with_traceback(error: Exception, ours: str) -> str:

@@ -138,9 +138,11 @@ def _refused(config: OptimizerConfig) -> Iterator[None]:
     except InputError:
         raise
     except (ValueError, TypeError, RuntimeError) as error:
-        said = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         kind = _CLASSES[config.name].__name__
-        raise InputError(f"optimizer.options is {show(config.options)}, but torch.optim.{kind} says: {said}") from error
+        raise InputError(
+            f"optimizer.options is {show(config.options)}, but torch.optim.{kind} says: {reason}"
+        ) from error
 
 
 # --- a user's function -----------------------------------------------------------------------------------------------
@@ -155,7 +157,7 @@ def _own(pipeline: Pipeline, trained: list[tuple[str, nn.Parameter]], config: Op
         raise InputError(f"{where}, which returns {type(made).__name__}; it must return a torch.optim.Optimizer")
     if isinstance(made, torch.optim.Muon | torch.optim.Adafactor):
         held = {parameter for group in made.param_groups for parameter in group["params"]}
-        spread = [one.name for one in pipeline.held_parameters() if one.communicator and one.parameter in held]
+        spread = [entry.name for entry in pipeline.held_parameters() if entry.communicator and entry.parameter in held]
         if spread:
             kind = type(made).__name__
             raise InputError(

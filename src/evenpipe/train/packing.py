@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 TOKEN = np.dtype("<i4")
-PLACE = np.dtype("<i8")  # number of tokens from the beginning of the file
+OFFSET = np.dtype("<i8")  # number of tokens from the beginning of the file
 PIECE_CHARACTERS = 1 << 20  # longer documents are encoded in pieces, cut after a line end, to bound the memory
 BATCH_CHARACTERS = 1 << 22  # encoded together, on the threads of the tokenizer
 IGNORED = -100  # label without a loss
@@ -49,10 +49,10 @@ def write_tokens(
                     tokens += len(ids) + is_end
                     if is_end:
                         documents += 1
-                        ends.write(np.asarray(tokens, dtype=PLACE).tobytes())
-        for one in (file, ends):
-            one.flush()
-            os.fsync(one.fileno())
+                        ends.write(np.asarray(tokens, dtype=OFFSET).tobytes())
+        for stream in (file, ends):
+            stream.flush()
+            os.fsync(stream.fileno())
     return documents, tokens
 
 
@@ -77,7 +77,7 @@ def open_rows(path: Path, sequence_length: int) -> np.ndarray[Any, Any]:
 
 def open_ends(path: Path) -> np.ndarray[Any, Any]:
     """Map the places where documents end into memory: int64 [documents], the number of tokens up to there."""
-    return np.memmap(path, dtype=PLACE, mode="r")
+    return np.memmap(path, dtype=OFFSET, mode="r")
 
 
 def unread_rows(rows: int, sequence_length: int) -> np.ndarray[Any, Any]:
@@ -181,15 +181,15 @@ class Batches:
         """
         rows = self.validation_rows[index * self.batch_size : (index + 1) * self.batch_size]
         assert len(rows) > 0, f"there are {self.validation_batches} validation batches, not {index + 1}"
-        own = np.array_split(rows, replicas)[replica]
-        numbers = own if len(own) else rows[:1]
+        local_rows = np.array_split(rows, replicas)[replica]
+        numbers = local_rows if len(local_rows) else rows[:1]
         if self.validation is None:
-            found = _read(self.rows, self.ends, numbers)
+            sequences = _read(self.rows, self.ends, numbers)
         else:
-            found = _read(self.validation, self.validation_ends, numbers)
-        labels = found.input_ids.clone()
-        labels[len(own) :] = IGNORED
-        return found._replace(labels=labels)
+            sequences = _read(self.validation, self.validation_ends, numbers)
+        labels = sequences.input_ids.clone()
+        labels[len(local_rows) :] = IGNORED
+        return sequences._replace(labels=labels)
 
     def _epoch_order(self, epoch: int) -> np.ndarray[Any, Any]:
         if self._order is None or self._order[0] != epoch:
@@ -218,7 +218,7 @@ def positions_of(
     begins = np.zeros((len(numbers), length), dtype=np.int64)  # for each token, where its document begins in the row
     for row, number in zip(begins, numbers, strict=True):
         start = int(number) * length
-        first, last = np.searchsorted(ends, np.array([start + 1, start + length], dtype=PLACE))
+        first, last = np.searchsorted(ends, np.array([start + 1, start + length], dtype=OFFSET))
         inside = ends[first:last] - start
         row[inside] = inside
     return np.arange(length) - np.maximum.accumulate(begins, axis=1)

@@ -57,16 +57,16 @@ def planned_tables(
     tables.setdefault("data", {})["sequence_length"] = problem.sequence
     if "config" in tables["model"]:  # a tokenizer that is trained may have fewer entries
         tables["model"]["config"] = {"vocab_size": problem.description.vocabulary_size, **tables["model"]["config"]}
-    kept = {key: value for key, value in tables.get("pipeline", {}).items() if key in NOT_PLANNED}
-    tables["pipeline"] = {**kept, **_pipeline(problem, plan.configuration)}
+    unplanned = {key: value for key, value in tables.get("pipeline", {}).items() if key in NOT_PLANNED}
+    tables["pipeline"] = {**unplanned, **_pipeline(problem, plan.configuration)}
     if problem.compiles:
         tables["pipeline"]["compile_layers"] = True
     if parallelism.pp > 1:
         tables["pipeline"].setdefault("arrange", hardware)
     tables |= _offload(tables.get("offload"), plan.configuration)
     if parallelism.ep > 1:
-        beside = {"columns": parallelism.experts.columns, "arrivals": parallelism.experts.arrivals}
-        tables["experts"] = {**tables.get("experts", {}), **beside}
+        expert_options = {"columns": parallelism.experts.columns, "arrivals": parallelism.experts.arrivals}
+        tables["experts"] = {**tables.get("experts", {}), **expert_options}
     _move_output(tables, name)
     share = plan.configuration.host_share
     if share or "host_share" in tables.get("optimizer", {}):
@@ -97,15 +97,15 @@ def model_tables(description: Description, source: str) -> dict[str, Any]:
     }
 
 
-def _pipeline(problem: Problem, one: Configuration) -> dict[str, Any]:
-    recipe = one.recipe
+def _pipeline(problem: Problem, configuration: Configuration) -> dict[str, Any]:
+    recipe = configuration.recipe
     parallelism, batch = recipe.parallelism, recipe.batch
     values: dict[str, Any] = {
         "processes": parallelism.gpus,
         "dp": parallelism.dp,
         "tp": parallelism.tp,
         "data_parallel": parallelism.data_parallel,
-        "schedule": one.schedule,
+        "schedule": configuration.schedule,
         **recipe.options,
         "vocabulary": recipe.vocabulary,
         "microbatches": batch.microbatches,
@@ -117,22 +117,22 @@ def _pipeline(problem: Problem, one: Configuration) -> dict[str, Any]:
         values["slices"] = recipe.slices
     if parallelism.cp > 1:
         values |= {"cp": parallelism.cp, "context_exchange": parallelism.context_exchange}
-    split = one.layers_per_stage
+    split = configuration.layers_per_stage
     if not recipe.mode.sharded or split != even_split(problem.layers, len(split)):
         values["layers_per_stage"] = list(split)
-    policies = list(one.checkpointing)
+    policies = list(configuration.checkpointing)
     values["activation_checkpointing"] = policies[0] if len(set(policies)) == 1 else policies
     return values
 
 
-def _offload(given: Mapping[str, Any] | None, one: Configuration) -> dict[str, Any]:
+def _offload(table: Mapping[str, Any] | None, configuration: Configuration) -> dict[str, Any]:
     """Return [offload] if it was given or the plan moves activations."""
-    if given is None and not one.moves:
+    if table is None and not configuration.moves:
         return {}
-    values: dict[str, Any] = {name: value for name, value in (given or {}).items() if name not in _OF_COPIES}
-    values["activations"] = one.offload
-    if one.moves:
-        times = one.copy_time
+    values: dict[str, Any] = {name: value for name, value in (table or {}).items() if name not in _OF_COPIES}
+    values["activations"] = configuration.offload
+    if configuration.moves:
+        times = configuration.copy_time
         values["copy_time"] = times[0] if len(set(times)) == 1 else list(times)
     return {"offload": values}
 
@@ -140,8 +140,8 @@ def _offload(given: Mapping[str, Any] | None, one: Configuration) -> dict[str, A
 def _move_output(tables: dict[str, Any], name: str) -> None:
     """Give the run a folder next to the configured one, and write all results there."""
     output = tables.setdefault("output", {})
-    before = Path(output.get("folder", OutputConfig().folder))
-    output["folder"] = before.with_name(name if name != before.name else f"{name}-planned").as_posix()
+    folder = Path(output.get("folder", OutputConfig().folder))
+    output["folder"] = folder.with_name(name if name != folder.name else f"{name}-planned").as_posix()
     for field in ("trace_folder", "export_folder"):
         output.pop(field, None)
     tables.get("checkpoint", {}).pop("folder", None)

@@ -43,8 +43,8 @@ class PlannedRun:
         """Return `usual`, or as few that the data is enough for some steps, by its size."""
         if self.bytes is None:
             return usual
-        most = max(1, self.bytes // BYTES_PER_TOKEN // sequence // LEAST_STEPS)
-        return usual if most >= usual else 2 ** (most.bit_length() - 1)
+        maximum = max(1, self.bytes // BYTES_PER_TOKEN // sequence // LEAST_STEPS)
+        return usual if maximum >= usual else 2 ** (maximum.bit_length() - 1)
 
     def check_amount(self, sequence: int, sequences_per_step: int) -> None:
         """Raise InputError if the data is not enough for one step. It is read only as far as needed."""
@@ -81,9 +81,9 @@ def planned_run(description: Description, source: str, data: str | None, tokeniz
         tables["data"] = {"files": [PLACEHOLDER]}
         comments["data.files"] = f"REPLACE THIS by your text. {comments['data.files']}"
     else:
-        found = find_data(data)
-        tables["data"], size = dict(found.table), found.bytes
-        remarks += found.remarks
+        source_data = find_data(data)
+        tables["data"], size = dict(source_data.table), source_data.bytes
+        remarks += source_data.remarks
     if tokenizer is not None:
         tables["tokenizer"] = {"source": tokenizer}
         remarks += _fitting(tokenizer, rows)

@@ -71,9 +71,9 @@ def profile(config: Config, *, steps: int, warm_up: int = WARM_UP, variants: Seq
     Raises InputError for a configuration that does not fit together, RunError if a process fails.
     """
     check_profile(config, steps)
-    pipeline, given = config.pipeline, (config, steps, warm_up, variants)
-    found = launch(measure_config, *given, processes=pipeline.processes, timeout_seconds=pipeline.timeout_seconds)
-    return profile_of(found[:1])
+    pipeline, arguments = config.pipeline, (config, steps, warm_up, variants)
+    results = launch(measure_config, *arguments, processes=pipeline.processes, timeout_seconds=pipeline.timeout_seconds)
+    return profile_of(results[:1])
 
 
 def check_profile(config: Config, steps: int) -> None:
@@ -83,7 +83,7 @@ def check_profile(config: Config, steps: int) -> None:
     check_pipeline(config)
 
 
-def profile_of(found: Sequence[dict[str, Any]], contention: float | None = None, *, free: int = 1) -> Profile:
+def profile_of(results: Sequence[dict[str, Any]], contention: float | None = None, *, free: int = 1) -> Profile:
     """Return the profile from one or several results of `measure_pipeline` on the first process.
 
     F, S, C, T, E, G and transfers come from the unchanged schedule; other kinds come from the variants.
@@ -91,13 +91,13 @@ def profile_of(found: Sequence[dict[str, Any]], contention: float | None = None,
     contention: None: found in the traces, if one microbatch after the other was measured, too. free: as for `costs_of`.
     """
     traces: dict[str, list[Trace]] = {}
-    for name, measured in ((name, measured) for one in found for name, measured in one["traces"].items()):
+    for name, measured in ((name, measured) for result in results for name, measured in result["traces"].items()):
         traces.setdefault(name, []).extend(map(trace_from_dict, measured))
-    shorter = [trace_from_dict(trace) for one in found for trace in one["shorter"]]
-    sizes = {name: Size(*size) for name, size in found[0]["sizes"].items()}
+    shorter = [trace_from_dict(trace) for result in results for trace in result["shorter"]]
+    sizes = {name: Size(*size) for name, size in results[0]["sizes"].items()}
     # Contention compares equal passes of a kind, and a forward that keeps no tensors for its backward is different.
     everything = [trace for name, measured in traces.items() if name != RECOMPUTED for trace in measured]
-    tokens = found[0].get("tokens_of_slices", ())
+    tokens = results[0].get("tokens_of_slices", ())
     costs = costs_of(traces[AS_IT_IS], everything, tokens, contention=contention, free=free)
     variants = {
         name: costs_of(traces[name], (), tokens, contention=costs.contention, free=free)
@@ -130,12 +130,12 @@ def measure_pipeline(
     if pipeline.recipe.parallelism.replicas > 1:
         order = without_sharding(order)  # other orders have these passes at other places
     traces = {AS_IT_IS: _run(pipeline, config, tokens, steps, warm_up)}
-    others = {name: with_backward(order, name) for name in BACKWARDS if name in variants}
+    variant_orders = {name: with_backward(order, name) for name in BACKWARDS if name in variants}
     if ALONE in variants and pipeline.devices > 1 and pipeline.microbatches > 1:
-        others[ALONE] = one_by_one(order)
-    for name, other in others.items():
-        if other != order:
-            with _following(pipeline, other):
+        variant_orders[ALONE] = one_by_one(order)
+    for name, variant_order in variant_orders.items():
+        if variant_order != order:
+            with _following(pipeline, variant_order):
                 traces[name] = _run(pipeline, config, tokens, steps, warm_up)
     ranks, slices = pipeline.tensor_ranks, pipeline.layout.program.slices
     divisor = divisor_of(pipeline.context_ranks, ranks)
@@ -144,14 +144,19 @@ def measure_pipeline(
     if not pipeline.feeds:
         return {}
     narrow = pipeline.torch_device.type == "cuda"
-    item = (compute_dtype(config) or (torch.bfloat16 if narrow else torch.float32)).itemsize
-    hidden = config.pipeline.microbatch_size * pipeline.description.hidden_size * item
+    element_bytes = (compute_dtype(config) or (torch.bfloat16 if narrow else torch.float32)).itemsize
+    hidden = config.pipeline.microbatch_size * pipeline.description.hidden_size * element_bytes
     # Bytes per token, of which each tensor rank sends its share, and tokens of a slice on one context rank. The few
     # numbers of the statistics are mostly latency: they stay a duration.
-    own, parts = hidden // ranks, slices * pipeline.context_ranks
-    per_token = {"p2p": own, "broadcast": own, "reduce": own, "embedding": own // pipeline.devices}
+    local_bytes, parts = hidden // ranks, slices * pipeline.context_ranks
+    per_token = {
+        "p2p": local_bytes,
+        "broadcast": local_bytes,
+        "reduce": local_bytes,
+        "embedding": local_bytes // pipeline.devices,
+    }
     return {
-        "traces": {name: [trace_to_dict(trace) for trace in found] for name, found in traces.items()},
+        "traces": {name: [trace_to_dict(trace) for trace in step_traces] for name, step_traces in traces.items()},
         "shorter": [trace_to_dict(trace) for trace in shorter],
         "sizes": {name: (size * tokens // parts, size * short // parts) for name, size in per_token.items()},
         "tokens_of_slices": pipeline.slice_lengths(tokens),

@@ -32,14 +32,14 @@ RESUMED_FROM = "resumed_from"
 class Start:
     """Where a run starts."""
 
-    found: Found
+    search_result: Found
     goes_back: bool
     """Whether later checkpoints are to be abandoned."""
 
     @property
     def checkpoint(self) -> Checkpoint | None:
         """The checkpoint to continue from; None: from the beginning."""
-        return self.found.checkpoint
+        return self.search_result.checkpoint
 
 
 def find_start(config: Config, group: dist.ProcessGroup | None) -> Start:
@@ -50,17 +50,17 @@ def find_start(config: Config, group: dist.ProcessGroup | None) -> Start:
     """
     folder, step = config.checkpoint_folder, config.checkpoint.resume_from
     if step is None or not Team(group).first(lambda: _must_go_back(list_checkpoints(folder), step, config)):
-        found = find_latest(folder, group)
-        found.sound()
-        return Start(found, goes_back=False)
-    found = find_step(folder, step, group)
-    if found.checkpoint is None:
-        damage = found.rejected[0]
+        result = find_latest(folder, group)
+        result.sound()
+        return Start(result, goes_back=False)
+    result = find_step(folder, step, group)
+    if result.checkpoint is None:
+        damage = result.rejected[0]
         raise InputError(
             f"checkpoint.resume_from is {step}, but {damage.path.name} in {str(folder)!r} cannot be used:"
             f" {damage.reason}"
         )
-    return Start(found, goes_back=True)
+    return Start(result, goes_back=True)
 
 
 def _must_go_back(listed: Sequence[ListedCheckpoint], step: int, config: Config) -> bool:
@@ -92,12 +92,12 @@ def diverged(config: Config, health: Health, step: int, loss: float, norm: float
 
     health: after the step before. marks: whether this process marks the checkpoints that are not healthy.
     """
-    said = f"loss {loss} and gradient norm {norm} in step {step}"
+    description = f"loss {loss} and gradient norm {norm} in step {step}"
     ruined = first_ruined(health, step) if health.is_above(loss) else step
     if marks:
         with suppress(OSError):
-            mark_unhealthy(config.checkpoint_folder, ruined, f"it led to {said}")
-    return f"{said}: training has diverged; {_way_back(config, ruined)}"
+            mark_unhealthy(config.checkpoint_folder, ruined, f"it led to {description}")
+    return f"{description}: training has diverged; {_way_back(config, ruined)}"
 
 
 def first_ruined(health: Health, next_step: int) -> int:
@@ -105,7 +105,7 @@ def first_ruined(health: Health, next_step: int) -> int:
     return next_step - health.above - 1
 
 
-def said_of_abandoned(steps: Sequence[int]) -> str:
+def abandoned_message(steps: Sequence[int]) -> str:
     """Return what to say of checkpoints that `abandon_later` has renamed."""
     are = "checkpoint of step" if len(steps) == 1 else "checkpoints of steps"
     return (

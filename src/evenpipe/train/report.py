@@ -291,10 +291,10 @@ def _step_lines(report: RunReport) -> list[str]:
     line = f"a step took {took:.3f} s; {predicted:.3f} s are predicted from the devices' own work in this order"
     if machine.processes * machine.threads > machine.cores:
         each = "" if machine.threads == 1 else f" of {machine.threads} threads"
-        least = predicted * report.prediction.mean_busy * machine.processes / machine.cores
+        minimum_seconds = predicted * report.prediction.mean_busy * machine.processes / machine.cores
         line += (
             f" with a core each, but {count(machine.processes, 'process')}{each} share {count(machine.cores, 'core')}, "
-            f"on which that work alone takes {least:.3f} s"
+            f"on which that work alone takes {minimum_seconds:.3f} s"
         )
     elif took > predicted:
         line += "; the rest is transfers, the optimizer, and other programs on these cores"

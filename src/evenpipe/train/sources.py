@@ -66,7 +66,7 @@ def _files(data: DataConfig, paths: list[Path]) -> FileDocuments:
 
 def find_files(patterns: tuple[str, ...], field: str = "data.files") -> list[Path]:
     """Return the files that the patterns in `field` match, each once, sorted by name."""
-    found: set[str] = set()
+    matches: set[str] = set()
     for pattern in patterns:
         if Path(pattern).is_dir():
             raise InputError(f'{field} names the folder {show(pattern)}; it must name files, as "{pattern}/**/*.txt"')
@@ -74,8 +74,8 @@ def find_files(patterns: tuple[str, ...], field: str = "data.files") -> list[Pat
         files = [name for name in names if Path(name).is_file()]
         if not files:
             raise InputError(f"{field} names {show(pattern)}, but there is no such file")
-        found.update(files)
-    return [Path(name) for name in sorted(found)]
+        matches.update(files)
+    return [Path(name) for name in sorted(matches)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +171,11 @@ def _saved(name: str, split: str) -> Any:
     loaded = datasets.load_from_disk(name)
     if not isinstance(loaded, dict):
         loaded = {re.split(r"\W", split)[0]: loaded}
-    lengths = {part: len(rows) for part, rows in loaded.items()}
-    parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
-    return datasets.concatenate_datasets([loaded[part.splitname].select(range(part.from_, part.to)) for part in parts])
+    lengths = {split_name: len(rows) for split_name, rows in loaded.items()}
+    instructions = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+    return datasets.concatenate_datasets(
+        [loaded[instruction.splitname].select(range(instruction.from_, instruction.to)) for instruction in instructions]
+    )
 
 
 def check_file(path: Path, text_field: str, errors: str) -> str:
@@ -273,7 +275,7 @@ def _no_text_field(text_field: str, where: str, names: list[str]) -> str:
     )
 
 
-def _standard_library(parts: str) -> list[Path]:
+def _standard_library(selection: str) -> list[Path]:
     """Return UTF-8 sources of the running Python's library, without tests and character tables.
 
     `parts`: names of modules and packages, separated by commas, or "" for all.
@@ -284,16 +286,16 @@ def _standard_library(parts: str) -> list[Path]:
         for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
         if not NOT_IN_CORPUS & set(path.relative_to(root).parts[:-1]) and _is_utf8(path)
     ]
-    if parts:
+    if selection:
         modules = {_module(path, root) for path in files}
-        wanted = [part.strip() for part in parts.split(",")]
-        for part in wanted:
-            if part not in modules:
+        selected = [name.strip() for name in selection.split(",")]
+        for name in selected:
+            if name not in modules:
                 raise InputError(
-                    f"data.corpus names {show(part)}, but the Python standard library has no such module or package"
-                    f"{nearest(part, modules)}"
+                    f"data.corpus names {show(name)}, but the Python standard library has no such module or package"
+                    f"{nearest(name, modules)}"
                 )
-        files = [path for path in files if _module(path, root) in wanted]
+        files = [path for path in files if _module(path, root) in selected]
     if not files:
         raise InputError(f"data.corpus is the Python standard library, but {root} has no sources")
     return files

@@ -56,11 +56,11 @@ def run_training(
 
     from evenpipe.train.trainer import train
 
-    asked = 0
+    stop_signal = 0
 
     def on_stop(number: int) -> None:
-        nonlocal asked
-        asked = number
+        nonlocal stop_signal
+        stop_signal = number
         say_stop(run, number, ends=False)
 
     try:
@@ -75,8 +75,8 @@ def run_training(
                 on_stop=on_stop,
             )
         except (KeyboardInterrupt, SystemExit):
-            if asked:  # this is the second signal
-                say_stop(run, asked, ends=True)
+            if stop_signal:  # this is the second signal
+                say_stop(run, stop_signal, ends=True)
             raise
         if signals[0]:
             raise SystemExit(128 + signals[0])

@@ -132,13 +132,13 @@ def _check_files(source: str, names: Iterable[str], remedy: str) -> None:
 
     names: files of which it needs one; transformers itself also looks for other names.
     """
-    found = {name for name in (*names, *VOCABULARY_FILES) if find_file(source, name) is not None}
-    if not found:
+    existing = {name for name in (*names, *VOCABULARY_FILES) if find_file(source, name) is not None}
+    if not existing:
         first = list(dict.fromkeys(names))[:3]
         raise InputError(f"{show(source)} has no tokenizer: it has no {' or '.join(first)}; {remedy}")
     halves = {"vocab.json", "merges.txt"}
-    if halves <= set(names) and "tokenizer.json" not in found and len(halves & found) == 1:
-        raise InputError(f"{show(source)} has half of a tokenizer: it has no {(halves - found).pop()}; {remedy}")
+    if halves <= set(names) and "tokenizer.json" not in existing and len(halves & existing) == 1:
+        raise InputError(f"{show(source)} has half of a tokenizer: it has no {(halves - existing).pop()}; {remedy}")
 
 
 def tokenizer_size(tokenizer: Any) -> int:
@@ -204,7 +204,7 @@ def _is_same(tokenizer: Any, folder: Path, model_type: str) -> bool:
     config = folder / "config.json"
     config.write_text(json.dumps({"model_type": model_type}))
     try:
-        other = AutoTokenizer.from_pretrained(folder)
+        reloaded = AutoTokenizer.from_pretrained(folder)
     except Exception:  # transformers raises many types
         return False
     finally:
@@ -212,8 +212,8 @@ def _is_same(tokenizer: Any, folder: Path, model_type: str) -> bool:
     vocabulary = tokenizer.get_vocab()
     tokens = sorted(vocabulary, key=lambda token: vocabulary[token])[:: max(1, len(vocabulary) // 500)]
     text = _SAMPLE + tokenizer.convert_tokens_to_string(tokens)
-    same = vocabulary == other.get_vocab() and tokenizer.eos_token_id == other.eos_token_id
-    return same and tokenizer(text)["input_ids"] == other(text)["input_ids"]
+    same = vocabulary == reloaded.get_vocab() and tokenizer.eos_token_id == reloaded.eos_token_id
+    return same and tokenizer(text)["input_ids"] == reloaded(text)["input_ids"]
 
 
 _SAMPLE = "The quick  brown fox\n\tdef f(x): return -1.5e10, 'ünï' # 日本語 \U0001f44d <s>\r\n"
@@ -243,15 +243,15 @@ def _replaced(target: Path) -> Iterator[Path]:
 
 def _change(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Change the values in a JSON file, and write it only if they differ."""
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    after = change(before)
-    if after != before:
-        path.write_text(json.dumps(after, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    changed = change(settings)
+    if changed != settings:
+        path.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _ending(settings: dict[str, Any], end_of_text: str) -> dict[str, Any]:
-    before = settings.get("eos_token")
-    same = end_of_text == (before.get("content") if isinstance(before, dict) else before)
+    current = settings.get("eos_token")
+    same = end_of_text == (current.get("content") if isinstance(current, dict) else current)
     return settings if same else {**settings, "eos_token": end_of_text}
 
 
@@ -277,7 +277,7 @@ def _interruptible(work: Callable[[], object]) -> None:
     """Do `work`, which stays outside Python for a long time, in another thread, so that this one can handle signals.
     The process can end without waiting for that thread."""
     failed: list[BaseException] = []
-    done = threading.Event()
+    finished = threading.Event()
 
     def do() -> None:
         try:
@@ -285,23 +285,25 @@ def _interruptible(work: Callable[[], object]) -> None:
         except BaseException as error:
             failed.append(error)
         finally:
-            done.set()
+            finished.set()
 
     try:
         threading.Thread(target=do, name="evenpipe-tokenizer", daemon=True).start()
-        while not done.wait(0.2):  # a signal may reach the other thread, which does not wake this one
+        while not finished.wait(0.2):  # a signal may reach the other thread, which does not wake this one
             pass
     except BaseException as error:
-        atexit.register(_end_beside, done, error.code if isinstance(error, SystemExit) else 128 + signal.SIGINT)
+        atexit.register(
+            _exit_if_unfinished, finished, error.code if isinstance(error, SystemExit) else 128 + signal.SIGINT
+        )
         raise
     if failed:
         raise failed[0]
 
 
-def _end_beside(done: threading.Event, exit_code: Any) -> None:
+def _exit_if_unfinished(finished: threading.Event, exit_code: Any) -> None:
     """At the end of the process, if the thread still works: end now. An interpreter that is shutting down unwinds a
     thread that comes back to it, which the foreign code of this one answers with SIGABRT."""
-    if not done.is_set():
+    if not finished.is_set():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code if isinstance(exit_code, int) else 1)

@@ -28,8 +28,8 @@ FINISH_SECONDS = 60.0
 def check_trackers(names: Sequence[str]) -> None:
     """Raise InputError for a tracker that is not installed, without importing it."""
     for name in names:
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a folder of that name, such as wandb makes, is not a package
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a folder of that name, such as wandb makes, is not a package
             raise InputError(f'output.trackers names "{name}", which is not installed: pip install {name}')
 
 
@@ -61,9 +61,9 @@ class Tracker:
         self._run: Any = None
         folder, project = config.run_folder, config.output.project
         file = folder / FILE
-        kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        is_new = name not in kept or kept[name]["project"] != project
-        identity = secrets.token_hex(4) if is_new else kept[name]["id"]
+        saved = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        is_new = name not in saved or saved[name]["project"] != project
+        identity = secrets.token_hex(4) if is_new else saved[name]["id"]
         options = {"project": project, "config": asdict(config), "resume": "allow"}
         if name == "wandb":
             options |= {"name": folder.name, "id": identity, "dir": str(folder)}
@@ -77,7 +77,7 @@ class Tracker:
             self._give_up(error)
             return
         if is_new:
-            write_json(file, kept | {name: {"project": project, "id": identity}})
+            write_json(file, saved | {name: {"project": project, "id": identity}})
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Send a line of metrics.jsonl."""

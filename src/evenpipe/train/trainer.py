@@ -46,11 +46,11 @@ from evenpipe.train.packing import Batches, Sequences
 from evenpipe.train.position import resumed_position, saved_position
 from evenpipe.train.recovery import (
     RESUMED_FROM,
+    abandoned_message,
     diverged,
     find_start,
     first_ruined,
     refuse_unhealthy,
-    said_of_abandoned,
 )
 from evenpipe.train.report import TrainingReport, gather_report, measures_busy, report_text, write_loads, write_report
 from evenpipe.train.stopping import say_stop
@@ -170,7 +170,7 @@ class _Run:
             self.progress.step = checkpoint.step
             self.progress.tokens = state["tokens"]
             self.progress.mean = RunningMean(**state["running_mean"])
-            self.progress.rows, said_of_position = resumed_position(state, checkpoint.step, self.data, self.batches)
+            self.progress.rows, position_messages = resumed_position(state, checkpoint.step, self.data, self.batches)
             self.progress.steps = planned_steps(config, self.batches, checkpoint.step, self.progress.rows)
             decided = state["decided_steps"]
             if decided is not None and decided["for"].items() <= self._decided_for.items():
@@ -199,16 +199,16 @@ class _Run:
         if start.goes_back:
             forget_runs(config.run_folder)
         self.metrics.follow(Tracker(name, config, self.metrics.say) for name in config.output.trackers)
-        apart = self.pipeline.keeps_documents_apart
-        said = "joined, one stream of text" if apart is None else f"separate, kept apart by {apart}"
-        self.metrics.say(f"documents that share a row are {said}")
+        mechanism = self.pipeline.keeps_documents_apart
+        treatment = "joined, one stream of text" if mechanism is None else f"separate, kept apart by {mechanism}"
+        self.metrics.say(f"documents that share a row are {treatment}")
         if self.pipeline.context_exchange is not None:
             self.metrics.say(f"context ranks exchange {self.pipeline.context_exchange}")
         if self.pipeline.tensor_overlap is not None:
             self.metrics.say(f"transfers of tensor parallelism beside products: {self.pipeline.tensor_overlap}")
         if self.pipeline.chosen_slices is not None:
             self.metrics.say(f"slices: {self.pipeline.chosen_slices}")
-        for rejected in start.found.rejected:
+        for rejected in start.search_result.rejected:
             self.metrics.say(f"skipped checkpoint {rejected.path.name}: {rejected.reason}")
         if checkpoint is not None:
             self.metrics.say(f"continuing from {checkpoint.path}")
@@ -218,10 +218,10 @@ class _Run:
             if checkpoint.unhealthy is not None:
                 self.metrics.say(f"this checkpoint is marked as unhealthy: {checkpoint.unhealthy}")
             if abandoned:
-                self.metrics.say(said_of_abandoned(abandoned))
+                self.metrics.say(abandoned_message(abandoned))
             changes = changes_of_data(state["data"], data_identity(config, self.data))
             order = changes_of_order(self.pipeline, state.get("arranged_by", "flops"))
-            for line in [*order, *changes, *said_of_position]:
+            for line in [*order, *changes, *position_messages]:
                 self.metrics.say(line)
 
     def _load(self, checkpoint: Checkpoint) -> None:
@@ -303,7 +303,7 @@ class _Run:
         if any(wants for _, wants in table):
             self._wants_to_stop = self.box_open = False
             self._set_steps(self.progress.step)
-        return int(max(asked for asked, _ in table))
+        return int(max(number for number, _ in table))
 
     @property
     def epoch(self) -> float:
@@ -333,29 +333,29 @@ class _Run:
         """Train until the last step or a signal; return the number of the signal, or 0."""
         config, progress = self.config, self.progress
         self._restart_clock()
-        asked = 0
-        while progress.step < progress.steps and not asked:
+        stop_signal = 0
+        while progress.step < progress.steps and not stop_signal:
             self._step()
-            asked = self._asked_to_stop()
+            stop_signal = self._asked_to_stop()
             number = progress.step
             if self.box_open and self.steps_taken == WARM_UP_STEPS + TIMED_STEPS:
                 self._decide_steps(sum(self._step_seconds[WARM_UP_STEPS:]) / TIMED_STEPS)
             if number % config.output.log_every_steps == 0 or number == progress.steps:
                 self._log()
             every = config.training.evaluate_every_steps
-            if number == progress.steps or (every is not None and number % every == 0 and not asked):
+            if number == progress.steps or (every is not None and number % every == 0 and not stop_signal):
                 self._evaluate()
                 if number < progress.steps:
-                    asked = self._asked_to_stop()
+                    stop_signal = self._asked_to_stop()
             every = config.checkpoint.every_steps
-            if number == progress.steps or asked or (every is not None and number % every == 0):
+            if number == progress.steps or stop_signal or (every is not None and number % every == 0):
                 self._log()
                 self.save()
                 self._restart_clock()
         if progress.step == progress.steps and self.steps_taken:
             self._report()
         self._call("on_end")
-        if self.metrics is not None and asked:
+        if self.metrics is not None and stop_signal:
             self.metrics.say(f"stopped at step {progress.step}; continue with the same command")
         elif self.metrics is not None and not self.steps_taken:
             self.metrics.say(
@@ -363,7 +363,7 @@ class _Run:
                 if progress.steps == 1
                 else f"all {progress.steps} steps were done before"
             )
-        return asked
+        return stop_signal
 
     @property
     def steps_taken(self) -> int:
@@ -381,7 +381,7 @@ class _Run:
             for group, share in zip(self.optimizer.param_groups, self._rate_shares, strict=True):
                 group["lr"] = rate * share
         traced, measured = progress.step + 1 in config.output.trace_steps, self._arrangement.records(progress.step + 1)
-        ids, labels, positions = self._given(self.batches.batch, progress.rows)
+        ids, labels, positions = self._local_batch(self.batches.batch, progress.rows)
         result = pipeline.step(ids, labels, position_ids=positions, record_passes=traced or measured)
         norm = pipeline.clip_grad_norm_(config.optimizer.clip_norm or float("inf"))
         if self.optimizer is not None:
@@ -395,16 +395,18 @@ class _Run:
         if traced:
             self._write_trace(result)
         if measured:
-            said = self._arrangement.after(progress.step, result)
-            if said is not None and self.metrics is not None:
-                self.metrics.say(said)
+            message = self._arrangement.observe(progress.step, result)
+            if message is not None and self.metrics is not None:
+                self.metrics.say(message)
         self._busy_seconds += result.record.busy
         self._last = (result, norm, rate)
         self._pending.append(self._last)
         self._call("on_step_end")
         self._step_seconds.append(time.perf_counter() - started)
 
-    def _given(self, batch: Callable[[int, int, int], Sequences], number: int) -> Sequences | tuple[None, None, None]:
+    def _local_batch(
+        self, batch: Callable[[int, int, int], Sequences], number: int
+    ) -> Sequences | tuple[None, None, None]:
         """Return the rows of a batch that this process feeds to its pipeline, if it feeds one."""
         if not self.feeds:
             return None, None, None
@@ -478,7 +480,7 @@ class _Run:
         self._log()
         total, tokens = 0.0, 0
         for index in range(count):
-            ids, labels, positions = self._given(self.batches.validation_batch, index)
+            ids, labels, positions = self._local_batch(self.batches.validation_batch, index)
             result = self.pipeline.evaluate(ids, labels, position_ids=positions)
             total += result.loss * result.tokens
             tokens += result.tokens
