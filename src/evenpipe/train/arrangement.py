@@ -1,14 +1,14 @@
-"""Arranges the order of a run by what its passes really take: measured in its first steps, and again when they drift.
+"""Arranges the order of a run by measured pass times: in its first steps, and again when the times drift.
 
-A schedule is a rule; how passes stand in it depends on their times. A run starts with an order arranged by computed
+A schedule is a rule; the order of its passes depends on their times. A run starts with an order arranged by computed
 times. Steps 3 to 6 are recorded, and their median times of passes and transfers (over steps, replicas and ranks) give
-another order. It is taken, between two steps, if a step is predicted to become more than 1 % shorter, and no device
-holds more activations than before. The times stand in checkpoints, so that a resumed run begins with the same order.
-Every 100 steps one step is recorded: if a pass takes 5 % more or less than before (a slow device, longer sequences),
-four steps are measured again.
+another order. The run switches to it, between two steps, if a step is predicted to become more than 1 % shorter and no
+device holds more activations than before. Checkpoints save the times, so a resumed run begins with the same order.
+Every 100 steps one step is recorded: if a pass takes 5 % more or less time than before (a slow device, longer
+sequences), four steps are measured again.
 
-Two runs measure different times, but get the same weights, to the last bit: models whose gradients depend on the order
-(`order_matters`) keep theirs.
+Two runs measure different times, but their weights are bitwise identical: models whose gradients depend on the order
+(`order_matters`) keep it.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from evenpipe.simulate import simulate
 from evenpipe.train.config import Config
 
 WARM_UP, MEASURED = 2, 4
-"""Steps of a start that do not count, and steps that are measured then."""
+"""Warm-up steps after a start, and the measured steps that follow."""
 EVERY = 100
-"""Steps between two looks at the passes."""
+"""Steps between two checks for drift."""
 DRIFT = 0.05
-"""Relative change of the time of a pass that makes the run measure again."""
+"""Relative change in the time of a pass that triggers a new measurement."""
 WORTH = 0.01
-"""A new order must shorten the predicted step by more."""
+"""A new order must shorten the predicted step by more than this fraction."""
 PASSES = ("F", "B", "I", "W", "R", "S", "C", "T")
 
 
 class Arrangement:
-    """Made on every process of a run; all methods are collective, but `records` and `state`."""
+    """Made on every process of a run; all methods except `records` and `state` are collective."""
 
     def __init__(self, pipeline: Pipeline, config: Config) -> None:
         self._pipeline = pipeline
         self._tokens = config.data.sequence_length
         resolved = {"layers_per_stage": pipeline.layout.layers_per_stage, "sequence_length": self._tokens}
         self._valid_for = json.loads(json.dumps({**asdict(config.pipeline), **resolved}))
-        """What the times are for, as a checkpoint gives it back."""
+        """The settings for which the times are valid, as read back from a checkpoint."""
         is_requested = config.pipeline.arrange == "measured" and config.pipeline.costs is None
         has_named_schedule = isinstance(pipeline.recipe.schedule, str) and pipeline.devices > 1
         self._is_on = is_requested and has_named_schedule and not pipeline.order_matters
@@ -58,12 +58,12 @@ class Arrangement:
         """Steps to record."""
         self._traces: list[Trace] = []
         self._known: dict[str, Any] | None = None
-        """Times at the last decision, valid on the very first process."""
+        """Times at the last decision; valid only on the first process of the run."""
         self._arranged_by: dict[str, Any] | None = None
-        """Times that the order is arranged by, as `Costs.to_dict`; None: that of the start. The same on all."""
+        """Times that arranged the order, as `Costs.to_dict`; None: the initial order. The same on all processes."""
 
     def begin(self, step: int, state: Mapping[str, Any] | None) -> None:
-        """Begin after so many steps of the run; state: of the checkpoint that it goes on from."""
+        """Begin after `step` steps of the run. state: `state()` from the checkpoint to continue from."""
         self._to_record = range(step + WARM_UP + 1, step + WARM_UP + MEASURED + 1)
         if not self._is_on or state is None or state["for"] != self._valid_for:
             return
@@ -74,7 +74,7 @@ class Arrangement:
             self._take(state["arranged_by"])
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps; that of the very first process counts."""
+        """Return the values for a checkpoint, which saves those of the first process of the run."""
         return {
             "for": self._valid_for,
             "known": self._known,
@@ -83,11 +83,11 @@ class Arrangement:
         }
 
     def records(self, step: int) -> bool:
-        """Return whether the passes of a step, counted from 1, are to be recorded."""
+        """Return whether to record the passes of a step; the first step is 1."""
         return self._is_on and step in self._to_record
 
     def observe(self, step: int, result: StepResult) -> str | None:
-        """Look at a recorded step. Return what there is to say, on the very first process."""
+        """Evaluate a recorded step. Returns a message for the user, if any, on the first process of the run."""
         trace = self._pipeline.trace(result)
         if trace is not None:
             self._traces.append(trace)
@@ -102,14 +102,14 @@ class Arrangement:
         return None if measured == 1 else self._decide(costs, step)
 
     def _take(self, costs: dict[str, Any]) -> None:
-        """Take the order that these times arrange."""
+        """Switch to the order arranged by these times."""
         self._arranged_by = costs
         self._pipeline.arrange(Costs.from_dict(costs))
 
-    # --- on the very first process --------------------------------------------------------------------------------
+    # --- on the first process of the run ----------------------------------------------------------------------------
 
     def _decide(self, costs: Costs | None, step: int) -> str | None:
-        """Take another order if it is worth it."""
+        """Switch to another order if it is worthwhile."""
         message = text = None
         if costs is not None:
             self._known, pipeline = costs.to_dict(), self._pipeline
@@ -133,7 +133,7 @@ class Arrangement:
         return message
 
     def _drifted(self, costs: Costs | None) -> str | None:
-        """Return the passes whose times are others than at the last decision."""
+        """Return the passes whose times differ from those at the last decision."""
         if costs is None or self._known is None:
             return None
         known, now = dict(_numbers(self._known)), dict(_numbers(costs.to_dict()))
@@ -145,13 +145,13 @@ class Arrangement:
         return ", ".join(changed) or None
 
     def _costs(self) -> Costs | None:
-        """Return the median times of all lines of the pipeline, on the very first process; collective."""
+        """Return the median times over all replicas and ranks, on the first process of the run; collective."""
         pipeline, traces = self._pipeline, self._traces
         self._traces = []
         measured: dict[str, Any] = {}
         by_rank = [rank_trace for trace in traces for rank_trace in trace.by_rank]
         lengths = pipeline.slice_lengths(self._tokens)
-        with suppress(InputError):  # times that cannot be told apart arrange nothing
+        with suppress(InputError):  # indistinguishable times cannot arrange anything
             measured = costs_of(by_rank, tokens=lengths if len(lengths) > 1 else ()).to_dict() if traces else {}
         seconds = dict(_numbers(measured))
         if pipeline.replicas * pipeline.context_ranks > 1:
@@ -168,7 +168,7 @@ class Arrangement:
 
 
 def changes_of_order(pipeline: Pipeline, previous: str) -> list[str]:
-    """Return what to say of a run that goes on with an order arranged by other times than `before`."""
+    """Return messages for a resumed run whose order is arranged by other times than `previous`."""
     now = pipeline.layout.arranged_by
     if now == previous or not pipeline.order_matters:
         return []
@@ -179,7 +179,7 @@ def changes_of_order(pipeline: Pipeline, previous: str) -> list[str]:
 
 
 def _holds_more(program: Program, reference: Program) -> bool:
-    """Return whether a device has more activations in flight."""
+    """Return whether any device has more activations in flight than in `reference`."""
     peaks, reference_peaks = (
         [peak_activations(candidate.order.passes(device)) for device in range(candidate.devices)]
         for candidate in (program, reference)
@@ -191,7 +191,7 @@ Path = tuple[str | int, ...]
 
 
 def _numbers(values: Any, path: Path = ()) -> Iterator[tuple[Path, float]]:
-    """Yield (path, number) of nested dicts and lists."""
+    """Yield (path, number) for every number in nested dicts and lists."""
     if isinstance(values, Mapping):
         for name, value in values.items():
             yield from _numbers(value, (*path, name))
@@ -203,7 +203,7 @@ def _numbers(values: Any, path: Path = ()) -> Iterator[tuple[Path, float]]:
 
 
 def _filled(values: Any, numbers: Mapping[Path, float], path: Path = ()) -> Any:
-    """Return nested dicts and lists with other numbers."""
+    """Return nested dicts and lists with numbers replaced by those in `numbers`."""
     if isinstance(values, Mapping):
         return {name: _filled(value, numbers, (*path, name)) for name, value in values.items()}
     if isinstance(values, (list, tuple)):

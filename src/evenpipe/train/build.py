@@ -34,7 +34,7 @@ def build_pipeline(
 ) -> Pipeline:
     """Return the `Pipeline` of a configuration. Raises InputError like `Pipeline`.
 
-    changes: arguments of `Pipeline` in place of the configured ones.
+    changes: arguments of `Pipeline` that override the configured ones.
     """
     model = pipeline_model(config, tokenizer_size, end_of_text_id)
     options: dict[str, Any] = {
@@ -52,7 +52,7 @@ def build_pipeline(
 
 def _fitting(config: Config, recipe: Recipe, model: str | PreTrainedConfig, torch_device: torch.device) -> Recipe:
     """Return the recipe with a split of layers that fits the memory of a known GPU, if its split by time does not. The
-    first process estimates, and says it. Collective."""
+    first process makes the estimate and reports it. Collective."""
     known = known_gpu(torch.cuda.get_device_name(torch_device)) if torch_device.type == "cuda" else None
     if known is None or recipe.vocabulary != "redistribute" or recipe.devices == 1:
         return recipe
@@ -72,8 +72,8 @@ def _fitting(config: Config, recipe: Recipe, model: str | PreTrainedConfig, torc
 def split_of_run(
     config: Config, recipe: Recipe, model: str | PreTrainedConfig, known: Hardware, memory: int
 ) -> tuple[int, ...] | None:
-    """Return the layers of each stage as `split_that_fits` for a run on GPUs with so many bytes; None for an optimizer
-    whose memory plans do not know, and for what a pipeline refuses."""
+    """Return the layers of each stage, like `split_that_fits`, for a run on GPUs with `memory` bytes; None if planning
+    cannot estimate the optimizer's memory or a pipeline would refuse the configuration."""
     from evenpipe.plan.problem import problem_of_run  # only the first process should import planning
     from evenpipe.plan.splits import split_that_fits
 

@@ -16,8 +16,8 @@ from evenpipe.words import show
 def changed_values(saved: Mapping[str, Any], config: Config) -> dict[str, str]:
     """Return what has changed, by field: `{"training.seed": "0 -> 1"}`.
 
-    before: the configuration in a checkpoint. A field that it does not have, because it is of an older version, had its
-    default value; and a list of one item is the item, as in a configuration.
+    saved: the configuration in a checkpoint. A field that it lacks, because it is from an older version, had its
+    default value. A list of one item equals the item, as in a configuration.
     """
     earlier, current = _flat(_with_defaults(saved)), _flat(json.loads(json.dumps(asdict(config))))
     names = [*current, *(name for name in earlier if name not in current)]

@@ -2,9 +2,9 @@
 
 One process calls `prepare` before the workers start; workers call `open_data`. `prepare` writes:
 
-    CACHE/FINGERPRINT/   tokens.bin, documents.bin, tokenizer/, data.json: published by one rename, used again by the
-                         next run
-    RUN/tokenizer/       a copy, for the exported model; of an existing tokenizer, its own files
+    CACHE/FINGERPRINT/   tokens.bin, documents.bin, tokenizer/, data.json: published by one rename, reused by the next
+                         run
+    RUN/tokenizer/       a copy for the exported model; for an existing tokenizer, its original files
     RUN/data.json        the data of this run
 """
 
@@ -46,10 +46,10 @@ from evenpipe.train.sources import Documents, FileDocuments, find_documents, fin
 from evenpipe.words import count
 
 MOST_BYTES = 64
-"""Bytes of files per token that hardly any data exceeds."""
+"""Upper bound on file bytes per token that hardly any data exceeds."""
 
 MOST_CHARACTERS = 16
-"""Characters per token, on average, that no tokenizer trained on a text exceeds."""
+"""Upper bound on the mean characters per token of a tokenizer trained on the text."""
 
 FORMAT = 1  # part of the fingerprint: increase it if the same sources would give other tokens
 
@@ -77,7 +77,7 @@ class PreparedData:
 
     @property
     def ends_path(self) -> Path:
-        """File of int64 numbers: of tokens up to the end of each document."""
+        """File of int64: the number of tokens up to the end of each document."""
         return Path(self.folder) / "documents.bin"
 
     @property
@@ -104,10 +104,10 @@ class PreparedData:
 
 
 def prepare(config: Config, say: Callable[[str], None] | None = None) -> PreparedData:
-    """Check the sources, make or find tokenizer and tokens, and check that they are enough for one step.
+    """Check the sources, find or build the tokenizer and tokens, and check that they are enough for one step.
 
-    One process calls it before the workers start; a second one waits for it. `say` receives messages about progress
-    (default: standard error). Raises `InputError` for wrong data, `RunError` if the disk is full.
+    One process calls it before the workers start; a second process waits for the first. `say` receives progress
+    messages (default: standard error). Raises `InputError` for wrong data, `RunError` if the disk is full.
     """
     say = say or (lambda text: print(plain(text), file=sys.stderr, flush=True))
     with disk_errors(config.cache_folder, "preparing data"):
@@ -136,8 +136,8 @@ def open_data(config: Config) -> PreparedData:
 
 
 def open_batches(config: Config, data: PreparedData, *, reads: bool = True) -> Batches:
-    """Return the batches of a run. Only a process that feeds a pipeline `reads` them; others learn how many there are,
-    and open no file."""
+    """Return the batches of a run. Only a process that feeds a pipeline `reads` them; the others learn how many there
+    are, but open no file."""
     length, separate = config.data.sequence_length, config.documents == "separate"
 
     def rows_of(prepared: PreparedData) -> np.ndarray[Any, Any]:
@@ -158,8 +158,8 @@ def open_batches(config: Config, data: PreparedData, *, reads: bool = True) -> B
 
 
 def planned_steps(config: Config, batches: Batches, steps_done: int = 0, position: int = 0) -> int:
-    """Return the steps of a whole run after `done` steps to a position in the data. The rest of `training.epochs`
-    follows from the position, because earlier steps may have had another size."""
+    """Return the total steps of a run that has done `steps_done` steps up to a position in the data. The remainder of
+    `training.epochs` follows from the position, because earlier steps may have had another size."""
     training = config.training
     if training.epochs is not None:
         return steps_done + batches.steps_of(training.epochs, position)
@@ -179,7 +179,7 @@ def data_identity(config: Config, data: PreparedData) -> dict[str, Any]:
 
 
 def changes_of_data(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Describe changes of the data in a resumed run, from the `data_identity` of the checkpoint and of now."""
+    """Describe changes in the data of a resumed run, from the saved and the current `data_identity`."""
     lines = []
     for name, value in current.items():
         earlier = saved.get(name, "joined" if name == _DOCUMENTS else None)
@@ -208,8 +208,8 @@ _DECIDES_VALIDATION = ("data.sequence_length", "data.validation_fraction")
 
 
 def _find_or_build(config: Config, say: Callable[[str], None]) -> tuple[PreparedData, Any]:
-    """Return the cached data of these sources and this tokenizer, which is built if necessary, and the tokenizer if it
-    existed before the run. The cache must be locked."""
+    """Return the cached data of these sources and this tokenizer, built if necessary, and the tokenizer if it existed
+    before the run. The cache must be locked."""
     cache = config.cache_folder
     documents = find_documents(config.data, cache)
     validation = find_validation_documents(config.data, cache)
@@ -256,7 +256,7 @@ def _existing_tokenizer(config: Config) -> tuple[Any, list[Any]]:
 
 
 def _keep_tokenizer(config: Config, data: PreparedData, tokenizer: Any) -> None:
-    """Copy the tokenizer into the run's folder. tokenizer: as it was loaded; None for one that the run has trained."""
+    """Copy the tokenizer into the run's folder. tokenizer: the loaded tokenizer; None if the run has trained it."""
     source, target = config.tokenizer_source, config.run_folder / "tokenizer"
     if source is None:
         tokenizers_.copy_tokenizer(data.tokenizer_folder, target)
@@ -312,7 +312,7 @@ def _encode(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
 
 @contextlib.contextmanager
 def _building(cache: Path) -> Iterator[Path]:
-    """Make a folder to build in, and remove it afterwards unless it was renamed."""
+    """Make a temporary folder, and remove it afterwards unless it was renamed."""
     building = cache / "building.tmp"  # an existing one is from a killed run, because the cache is locked
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
@@ -323,8 +323,8 @@ def _building(cache: Path) -> Iterator[Path]:
 
 
 def check_enough(config: Config, sequences: int) -> None:
-    """Refuse data that gives less than one step of so many sequences. Nothing is written, and the data is read only as
-    far as needed. Raises `InputError` as `prepare`."""
+    """Refuse data that is not enough for one step of `sequences` sequences. Nothing is written, and the data is read
+    only as far as needed. Raises `InputError` like `prepare`."""
     length, held_back = config.data.sequence_length, config.data.held_back
     rows = int(sequences / (1 - held_back))
     while len(split_rows(rows, held_back)[0]) < sequences:

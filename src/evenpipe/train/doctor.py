@@ -1,7 +1,7 @@
-"""Examines a machine: what it is, whether gradients are right on it in every axis, how fast it moves and computes.
+"""Examines a machine: its hardware and software, the correctness of gradients along every axis, and its speed.
 
-Each part runs in a process of its own that starts those it needs, and ends after a limit: one that fails, ends or hangs
-becomes a row of the page, and the others still run.
+Each check runs in a separate process, which starts any others it needs, and has a time limit. A check that fails, exits
+or hangs becomes a row of the page, and the others still run.
 """
 
 from __future__ import annotations
@@ -37,51 +37,51 @@ from evenpipe.processes.worker import initialise_worker
 from evenpipe.words import count
 
 EXACT = 1e-9
-"""Largest relative error of a right gradient in fp64."""
+"""Largest relative error of a correct gradient in fp64."""
 END_SECONDS = 10.0
-"""From the request to a part to end until it is killed."""
+"""Time between asking a check to end and killing it."""
 SILENCE_SECONDS = 30.0
 COLLECTIVE_BYTES = (64 * 2**10, 4 * 2**20, 64 * 2**20)
 LOG_LINES = 20
 ROUNDS, WARM_UP, STEPS = 5, 2, 5
 PACKAGES = ("evenpipe", "torch", "transformers", "triton", "peft", "numpy")
 VARIABLES = ("NCCL_", "TORCH_NCCL_", "PYTORCH_", "CUDA_", "OMP_", "GLOO_")
-"""Beginnings of the names of environment variables that are shown."""
+"""Name prefixes of the environment variables to show."""
 MODES = ("first-last", "redistribute", "vocab-2")
 PRODUCTS, COLLECTIVES = "products, memory and messages", "collectives"
-"""Names of the parts of "transfers"."""
+"""Names of the checks in "transfers"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What is examined by itself."""
+    """One independent examination of the machine."""
 
     section: str
     """"machine", "gradients", "transfers", "steps" or "predictions"."""
     name: str
     run: Callable[[], dict[str, Any]]
-    """Picklable; returns JSON values. Its exceptions are shown."""
+    """Picklable; returns JSON values. The page shows its exceptions."""
     seconds: float = 120.0
-    """Its limit."""
+    """Time limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a part ended."""
+    """Result of a check."""
 
     section: str
     name: str
     seconds: float
     values: Mapping[str, Any]
-    """What it returned; empty if it failed."""
+    """The values it returned; empty if it failed."""
     fault: str = ""
     """What is wrong, in one line."""
     log: str = ""
-    """The last lines that it printed, if something is wrong."""
+    """The last lines it printed, if something is wrong."""
 
 
 def examine(checks: Sequence[Check], say: Callable[[str], None] = lambda text: None) -> list[Outcome]:
-    """Run parts one after the other. say: is told which one begins."""
+    """Run checks in sequence. say: called with a line when each one starts."""
     outcomes = []
     for number, check in enumerate(checks, 1):
         say(f"{number} of {len(checks)}: {check.section}, {check.name}")
@@ -90,7 +90,7 @@ def examine(checks: Sequence[Check], say: Callable[[str], None] = lambda text: N
 
 
 def doctor(processes: int, say: Callable[[str], None] = lambda text: None) -> list[Outcome]:
-    """Examine this machine with so many processes, each with a device of its own where there are enough. say: as for
+    """Examine this machine with `processes` processes, each on a separate device if there are enough. say: as for
     `examine`."""
     outcomes = examine(checks_for(processes), say)
     hardware = next((outcome.values for outcome in outcomes if outcome.name == PRODUCTS and not outcome.fault), None)
@@ -101,7 +101,7 @@ def doctor(processes: int, say: Callable[[str], None] = lambda text: None) -> li
 
 
 def checks_for(processes: int) -> list[Check]:
-    """Return all parts for so many processes."""
+    """Return all checks for this number of processes."""
     checks = [Check("machine", "versions and links", partial(about_machine, processes), seconds=60.0)]
     for name, family, options in axes_of(processes):
         checks.append(Check("gradients", name, partial(check_gradients, family, options, processes)))
@@ -113,7 +113,7 @@ def checks_for(processes: int) -> list[Check]:
     return checks
 
 
-# --- one part ---------------------------------------------------------------------------------------------------------
+# --- one check --------------------------------------------------------------------------------------------------------
 
 
 def _examined(check: Check) -> Outcome:
@@ -124,7 +124,7 @@ def _examined(check: Check) -> Outcome:
 
 
 def _outcome(check: Check, log: str) -> Outcome:
-    context = multiprocessing.get_context("spawn")  # a fork would share what this process has of a GPU
+    context = multiprocessing.get_context("spawn")  # a fork would share this process's GPU state
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(check.run, sender, log))
     started = time.monotonic()
@@ -138,22 +138,22 @@ def _outcome(check: Check, log: str) -> Outcome:
             values, fault = receiver.recv()
         else:
             fault = f"not done after {check.seconds:.0f} s"
-            process.terminate()  # the launcher ends its processes then
+            process.terminate()  # the launcher then ends its processes
     except EOFError:
         process.join(END_SECONDS)
         fault = f"its process ended with exit code {process.exitcode}"
-    finally:  # also of Ctrl-C
+    finally:  # also on Ctrl-C
         seconds = time.monotonic() - started
         process.join(END_SECONDS)
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, with all that it has started
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it and all its child processes have ended
             os.killpg(session, signal.SIGKILL)
-        process.kill()  # if it has not come to its session yet
+        process.kill()  # if it has not created its session yet
         process.join()
     return Outcome(check.section, check.name, seconds, values, fault or str(values.get("fault", "")))
 
 
 def _run(work: Callable[[], dict[str, Any]], sender: Connection, log: str) -> None:
-    os.setsid()  # with all that it starts, to be ended together
+    os.setsid()  # so that it and its child processes can be killed together
     with Path(log).open("ab") as printed:
         for number in (1, 2):
             os.dup2(printed.fileno(), number)
@@ -172,7 +172,7 @@ def _run(work: Callable[[], dict[str, Any]], sender: Connection, log: str) -> No
 
 
 def about_machine(processes: int) -> dict[str, Any]:
-    """Return versions, devices, links and settings of the environment, and what should be changed."""
+    """Return versions, devices, links, environment settings and recommended changes."""
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -206,7 +206,7 @@ def _output_of(*command: str) -> str:
 
 
 def _advice(processes: int, settings: Mapping[str, str], versions: Mapping[str, str]) -> Iterator[str]:
-    """Yield what should be changed, a sentence each."""
+    """Yield recommended changes, one sentence each."""
     if not torch.cuda.is_available():
         if processes > cores():
             turns = f"{processes} processes take turns on {count(cores(), 'core')}"
@@ -228,7 +228,7 @@ def _advice(processes: int, settings: Mapping[str, str], versions: Mapping[str, 
 
 
 def axes_of(processes: int) -> list[tuple[str, str, dict[str, Any]]]:
-    """Return (name, family, options of the pipeline) of the checks of gradients that fit so many processes."""
+    """Return (name, family, pipeline options) of the gradient checks that fit this number of processes."""
     pipelines: list[dict[str, Any]] = [
         {"schedule": "1f1b", "vocabulary": "vocab-2"},
         {"schedule": "zbv", "vocabulary": "vocab-1"},
@@ -259,12 +259,12 @@ def axes_of(processes: int) -> list[tuple[str, str, dict[str, Any]]]:
 
 def check_gradients(family: str, options: Mapping[str, Any], processes: int) -> dict[str, Any]:
     """Compare a step of a small model with transformers in one process. Returns the largest relative error of a
-    gradient in fp64, and its parameter; a "fault" if it is too large."""
+    gradient in fp64 and the name of its parameter, with a "fault" if the error is too large."""
     return dict(launch(_gradients, family, dict(options), processes=processes, silence_seconds=SILENCE_SECONDS)[0])
 
 
 def small_model(family: str, processes: int) -> Any:
-    """Return a model in fp64 that `axes_of` can share among so many processes; the same one in each."""
+    """Return an fp64 model that every case of `axes_of` can split among `processes` processes; identical in each."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     heads = max(4, processes)
@@ -281,7 +281,7 @@ def small_model(family: str, processes: int) -> Any:
     if family == "llama":
         return LlamaForCausalLM(LlamaConfig(**settings)).double()
     config = MixtralConfig(**settings, num_local_experts=2 * processes)
-    config._experts_implementation = "eager"  # others take no fp64
+    config._experts_implementation = "eager"  # the others do not support fp64
     return MixtralForCausalLM(config).double()
 
 
@@ -321,7 +321,7 @@ def _gradients(family: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured_hardware(processes: int) -> dict[str, Any]:
-    """Return the figures of `evenpipe profile --hardware`."""
+    """Return the measurements of `evenpipe profile --hardware`."""
     from evenpipe.train.hardware_profile import profile_hardware
 
     return profile_hardware(processes).to_dict()
@@ -365,7 +365,7 @@ def _median_seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def steps_of(processes: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return (name, options of the pipeline) of the steps that are timed: the same batch in each."""
+    """Return (name, pipeline options) of the timed steps, which all use the same batch."""
     steps = [(f"pp {processes}, 1f1b, {mode}", {"pp": processes, "vocabulary": mode}) for mode in MODES]
     if processes > 1:
         steps.append((f"dp {processes}, shard", {"dp": processes, "data_parallel": "shard"}))
@@ -373,13 +373,13 @@ def steps_of(processes: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 def measured_step(options: Mapping[str, Any], processes: int) -> dict[str, Any]:
-    """Return the median seconds of a step, and its tokens: two sequences for each process."""
+    """Return the median seconds of a step, and its tokens: two sequences per process."""
     return dict(launch(_step, dict(options), processes=processes)[0])
 
 
 def timed_config(processes: int, *, on_gpu: bool) -> tuple[Any, int]:
-    """Return the config of the model whose steps are timed, and its sequence length: its output layer costs as much as
-    a few layers."""
+    """Return the config and the sequence length of the timed model, whose output layer costs as much as a few
+    layers."""
     from transformers import LlamaConfig
 
     width, rows, tokens = (2048, 131072, 4096) if on_gpu else (128, 8192, 128)
@@ -423,7 +423,7 @@ def _step(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def predicted_steps(processes: int, hardware: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the predicted seconds of each of `steps_of`, by its name, on measured hardware."""
+    """Return the predicted seconds of every step of `steps_of` on measured hardware, by name."""
     from evenpipe.model import describe
     from evenpipe.plan.configuration import Configuration
     from evenpipe.plan.evaluation import evaluate

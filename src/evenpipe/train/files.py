@@ -1,4 +1,4 @@
-"""Atomic writes of files, locks that end with their process, and errors of the disk as sentences."""
+"""Atomic file writes, locks that end with their process, and disk errors as sentences."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_folders(folders: Mapping[str, Path]) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock that the system releases at any end of the process."""
+    """Hold a lock that the system releases however the process ends."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

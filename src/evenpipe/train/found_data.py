@@ -1,6 +1,7 @@
-"""What of a file or folder a run can train on, for a new configuration. Neither torch nor transformers is imported.
+"""Finds the data in a file or folder that a run can train on, for a new configuration. Imports neither torch nor
+transformers.
 
-Every file is looked at as the run will read it. Patterns in the configuration match no file that was left out.
+Every file is examined as the run will read it. Patterns in the configuration match no file that was left out.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from evenpipe.words import count, show
 DEFAULT_FIELD = "text"
 """Default of data.text_field."""
 CHECKED_BYTES = 2**26
-"""Files are read whole up to this size in all; of the others the beginning."""
+"""Files are read completely up to this total size; beyond it, only the beginning of each file."""
 BEGINNING = 2**16
 LONGEST_LINE = 2**26
-"""A file with longer lines is no file of JSON lines: one of them would fill the memory."""
+"""A file with longer lines is not JSON lines: a single line could fill the memory."""
 MOST_NAMES = 3
-"""Names of left out files of a kind in a message."""
+"""Maximum number of left-out files of a kind that a message names."""
 CHAT = "chats, on which evenpipe cannot train yet"
-"""Reason to leave a file out."""
+"""Reason for leaving a file out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,10 +56,10 @@ class FoundData:
     are_tables: bool = True
     """Whether the documents are fields of records, rather than files."""
     remarks: tuple[str, ...] = ()
-    """Sentences about what was left out, and which field is read."""
+    """Sentences about the files left out and the field that is read."""
 
     def texts(self, characters: int) -> tuple[list[str], bool]:
-        """Return the first documents, with at least so many characters, and whether these are all."""
+        """Return the first documents, up to at least `characters` characters in total, and whether these are all."""
         texts: list[str] = []
         for text in self.documents:
             if characters <= 0:
@@ -69,10 +70,10 @@ class FoundData:
 
 
 def find_data(name: str) -> FoundData:
-    """Look at a file, a folder with text, JSON lines or parquet, or one that `save_to_disk` wrote.
+    """Examine a file, a folder with text, JSON lines or parquet, or a folder that `save_to_disk` wrote.
 
     Raises:
-        InputError: it does not exist, or nothing in it can be trained on, such as chat.
+        InputError: it does not exist, or contains nothing to train on, for example only chats.
     """
     path = Path(name)
     if is_saved(name):
@@ -100,7 +101,7 @@ def find_data(name: str) -> FoundData:
 
 @dataclass(slots=True)
 class _Seen:
-    """The files of a folder, or one file, sorted by what they are."""
+    """The files of a folder, or a single file, sorted by kind."""
 
     name: str
     chosen: list[Path] = field(default_factory=list)
@@ -108,15 +109,15 @@ class _Seen:
     """By reason."""
     text_field: str = DEFAULT_FIELD
     other_fields: list[str] = field(default_factory=list)
-    """Other fields with text of the first record."""
+    """Other text fields of the first record."""
     chat_field: str = ""
-    """Field with messages, in files that have chats."""
+    """Field with the messages, in files that contain chats."""
     fault: str = ""
-    """What is wrong in the first table without the field."""
+    """What is wrong with the first table that lacks the field."""
     _budget: int = CHECKED_BYTES
 
     def look_at(self, paths: Iterable[Path]) -> None:
-        """Choose texts or tables, whichever are more bytes. Raises InputError if there are none."""
+        """Choose texts or tables, whichever have more bytes. Raises InputError if there are neither."""
         of_kind: dict[bool, list[Path]] = {False: [], True: []}
         for path in paths:
             is_table = kind_of(path) != "text"
@@ -165,7 +166,7 @@ class _Seen:
         return self._budget >= 0
 
     def _choose_field(self) -> None:
-        """Choose the field of text that the first file suggests, and leave out files without it."""
+        """Choose the text field that the first file suggests, and leave out files without it."""
         first = next(filter(None, map(first_record, self.chosen)), {})
         texts = {key: value for key, value in first.items() if isinstance(value, str)}
         if DEFAULT_FIELD not in texts and texts:
@@ -192,8 +193,8 @@ class _Seen:
         return None
 
     def patterns(self, folder: Path) -> list[str]:
-        """Return patterns for the chosen files of a folder: by the ends of their names, where no other file has them,
-        else name by name."""
+        """Return patterns for the chosen files of a folder: by file name extension if no other file has it, else each
+        file by name."""
         base, chosen = glob.escape(folder.as_posix()), set(self.chosen)
         if all(not path.suffix for path in chosen) and set(find_files((f"{base}/**/*",))) == chosen:
             return [f"{base}/**/*"]
@@ -241,7 +242,7 @@ def chat_field_of(record: Mapping[str, Any]) -> str | None:
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
-    """Iterate over the records of a file of JSON lines. Raises InputError for anything else."""
+    """Iterate over the records of a JSON lines file. Raises InputError for anything else."""
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         while line := file.readline(LONGEST_LINE):
             if not line.strip():
@@ -256,7 +257,7 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def first_record(path: Path) -> dict[str, Any] | None:
-    """Return the first record of a table; None if it has none. Raises InputError if it is no table."""
+    """Return the first record of a table; None if it is empty. Raises InputError if it is not a table."""
     if kind_of(path) == "jsonl":
         return next(records(path), None)
     import pyarrow
@@ -272,7 +273,7 @@ def first_record(path: Path) -> dict[str, Any] | None:
 
 
 def _saved(name: str) -> FoundData:
-    """Look at a folder that `save_to_disk` wrote: at its split "train", or else the first one."""
+    """Examine a folder that `save_to_disk` wrote: its split "train", or else its first split."""
     folder = Path(name)
     try:
         splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"] if _has_splits(folder) else []
@@ -310,7 +311,7 @@ def _reads(text_field: str, other_fields: list[str]) -> str:
 
 
 def _visible(folder: Path) -> Iterator[Path]:
-    """Iterate over the files that patterns match: without names that begin with a dot, but through links."""
+    """Iterate over the files that patterns match: no names that begin with a dot; symbolic links are followed."""
     visited: set[str] = set()
     for parent, folders, files in os.walk(folder, followlinks=True):
         real_path = os.path.realpath(parent)
@@ -321,7 +322,7 @@ def _visible(folder: Path) -> Iterator[Path]:
 
 
 def _is_text(content: bytes, is_complete: bool) -> bool:
-    """Return whether bytes are UTF-8 text, or the beginning of one."""
+    """Return whether bytes are UTF-8 text, or the beginning of such text."""
     try:
         return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(content, final=is_complete)
     except UnicodeDecodeError:

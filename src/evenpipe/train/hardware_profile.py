@@ -3,7 +3,7 @@
     products     matrix products of several sizes; the fastest gives the peak
     attention    fused causal attention, forward and backward, relative to the peak
     memory       copies of a large tensor
-    contention   the products of one process alone, and of all processes at once
+    contention   products on one process alone, and on all processes at once
     wires        small and large messages between processes 0 and 1, through the communicators of the runtime
     passes       with a configuration: passes of its model in pipelines over all processes, with sharded vocabulary
                  layers, with whole ones, and with two stages per device, for several sizes of a microbatch, and on
@@ -53,20 +53,20 @@ from evenpipe.train.profile import (
 from evenpipe.words import count, refused
 
 SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
-"""Edges of the square matrices that are multiplied."""
+"""Sizes N of the N x N matrices that are multiplied."""
 DTYPES = {"cpu": {"fp32": torch.float32}, "cuda": {"bf16": torch.bfloat16, "fp32": torch.float32}}
 COPIED = {"cpu": 64 * 2**20, "cuda": 2**30}
-"""Bytes of the copied tensor, much larger than caches."""
+"""Size in bytes of the copied tensor, much larger than caches."""
 SECONDS = 0.15
 """Approximate seconds per measurement."""
 MICROBATCH_SIZES = (1, 4)
 """Sequences per microbatch in measured passes of a model."""
 WHILE = 1.0
-"""Seconds in which all processes compute at once."""
+"""Seconds during which all processes compute at the same time."""
 ROUNDS = 5
-"""Rounds per measurement. The fastest counts: the others were disturbed."""
+"""Rounds per measurement; the fastest counts, since the others were disturbed."""
 SMALL, LARGE = 4, 4 * 2**20
-"""Bytes of the messages."""
+"""Sizes of the messages in bytes."""
 
 
 def profile_hardware(
@@ -134,10 +134,10 @@ MEASURED_AS: dict[str, tuple[str, ...]] = {
 
 
 def pipelines_to_measure(config: Config, processes: int, sizes: Sequence[int]) -> list[dict[str, Config]]:
-    """Return what is measured: for every number of sequences per microbatch in `sizes`, and the least one with shorter
-    sequences, configurations of 1F1B with sharded vocabulary layers (vocab-2), with whole ones (first-last), and, if
-    the model has enough layers, with sharded ones and two stages per device. Of context ranks that may exchange keys
-    or heads, with both."""
+    """Return the configurations to measure: for every number of sequences per microbatch in `sizes`, and for the
+    smallest one with shorter sequences, 1F1B with sharded vocabulary layers (vocab-2), with whole ones (first-last),
+    and, if the model has enough layers, with sharded ones and two stages per device. If context ranks may exchange
+    either keys or heads, both are measured."""
     sequence, pipeline = config.data.sequence_length, config.pipeline
     ranks = {"ranks": pipeline.cp, "tensor_ranks": pipeline.tp}
     short = shorter_length(sequence, divisor_of(pipeline.cp, pipeline.tp))
@@ -174,8 +174,8 @@ def _pipelines(config: Config, processes: int, microbatch_size: int, exchange: C
 def measure_passes(
     pipelines: Sequence[Mapping[str, Config]], steps: int, warm_up: int
 ) -> list[dict[str, dict[str, Any]]]:
-    """Measure pipelines one after the other, on every process; the first one returns results of `measure_pipeline` by
-    their names."""
+    """Measure pipelines in sequence, on every process; the first process returns results of `measure_pipeline` by
+    name."""
     return [
         {name: measure_config(config, steps, warm_up, MEASURED_AS[name]) for name, config in configs.items()}
         for configs in pipelines
@@ -185,7 +185,8 @@ def measure_passes(
 def passes_from(results: Mapping[str, Sequence[dict[str, Any]]], config: Config, device: str) -> MeasuredPasses:
     """Return the measured passes of `pipelines_to_measure` for a hardware file.
 
-    found: of each, one or several results of `measure_pipeline`, as for `profile_of`. config: one of them.
+    results: for each pipeline, one or more results of `measure_pipeline`, as for `profile_of`. config: any of the
+    configurations.
     """
     model = configured_model(config)
     dtypes = {"float32": "fp32", "bfloat16": "bf16", "auto": "bf16" if device == "cuda" else "fp32"}
@@ -193,8 +194,8 @@ def passes_from(results: Mapping[str, Sequence[dict[str, Any]]], config: Config,
     processes = config.pipeline.processes
     free = max(1, with_own_cores(cores() if device == "cpu" else 0, processes) * devices // processes)
     shards = profile_of(results["sharded"], free=free)
-    # Where devices are never alone (more processes than cores), a profile without microbatches one by one shows no
-    # contention, and its passes would seem longer than these.
+    # If devices never compute alone (more processes than cores), a profile that does not run microbatches in sequence
+    # shows no contention, and its passes would seem longer than these.
     contention = shards.costs.contention
     unsharded = profile_of(results["whole"], contention, free=free)
     looped = {}
@@ -218,7 +219,7 @@ def passes_from(results: Mapping[str, Sequence[dict[str, Any]]], config: Config,
 
 
 def measure() -> dict[str, Any]:
-    """Measure on every process; the first one returns the results."""
+    """Measure on every process; the first process returns the results."""
     worker = initialise_worker()
     device = worker.torch_device
     kind = device.type
@@ -240,8 +241,8 @@ def _barrier(worker: Worker) -> None:
 
 
 def _mean_rate_seconds(worker: Worker, seconds: float) -> float:
-    """Return the seconds of one call at the mean rate of all processes: those that share cores do not get equal
-    shares."""
+    """Return the seconds per call at the mean rate of all processes, because processes that share cores do not get
+    equal shares."""
     rate = torch.tensor(1 / seconds, dtype=torch.float64)
     if worker.world_size > 1:
         dist.all_reduce(rate)
@@ -264,7 +265,7 @@ def _measure_single(device: torch.device) -> dict[str, Any]:
         host = large.nbytes / _seconds(lambda: pinned.copy_(large, non_blocking=True))
     tiny = torch.ones(8, device=device, requires_grad=True)
     attention = _attention(device)
-    if kind == "cuda":  # if no other process uses the device, this one uses what is not free, besides its tensors
+    if kind == "cuda":  # without other processes on the device, the context takes what is not free or reserved
         free, memory = torch.cuda.mem_get_info(device)
         context = max(0, memory - free - torch.cuda.memory_reserved(device))
         name = torch.cuda.get_device_name(device)
@@ -305,13 +306,13 @@ def _attention(device: torch.device) -> float:
 
 
 def _seconds(work: Callable[[], Any]) -> float:
-    """Return the seconds of one call, from so many that they take about `SECONDS`."""
+    """Return the seconds per call, from enough calls to take about `SECONDS` in total."""
     return _fastest(work, max(1, int(SECONDS / ROUNDS / max(1e-7, _fastest(work, 1)))))
 
 
 def _seconds_at_length(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of one call on average over a while that is the same for all processes: those that share a
-    core take turns, and the fastest call had the core to itself."""
+    """Return the mean seconds per call over a period that is equally long on all processes: processes that share a core
+    take turns, and the fastest call had the core to itself."""
     calls, started = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - started) < WHILE:
         work()
@@ -322,14 +323,14 @@ def _seconds_at_length(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def _fastest(work: Callable[[], Any], calls: int) -> float:
-    """Return the seconds of one call in the fastest round. It waits for a GPU at the ends of a round."""
+    """Return the seconds per call in the fastest round. A GPU is synchronized at the end of each round."""
     timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
     return min(timer.timeit(calls).mean for _ in range(ROUNDS))
 
 
 def _hop(worker: Worker) -> tuple[float, float] | None:
-    """Return latency and bandwidth of a message from process 0 to 1, valid on 0; None if there is no process 1, and on
-    all others."""
+    """Return latency and bandwidth of a message from process 0 to 1, valid on process 0; None without a process 1, and
+    on all processes above 1."""
     if worker.world_size < 2:
         return None
     communicators = Communicators(

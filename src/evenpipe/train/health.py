@@ -2,14 +2,15 @@
 
     usual     the lowest value so far of the running mean of the losses (in the first 20 steps: the running mean)
     spread    root of the mean squared distance of losses from their running mean
-    limit     usual + the larger one of 6 spreads and 0.5
+    limit     usual + the larger of 6 spreads and 0.5
 
 A state is unhealthy if the mean of the last five losses is above the limit, or a parameter is not finite. A loss above
 the limit does not change the usual loss and the spread, or a divergence would soon be usual; in the first 20 steps it
 counts as the limit. Both means are those of `RunningMean`: plain at first, later exponential with weight 1/50.
 
-The loss of a step is that of the weights before its update. So the losses know nothing of the last update before a
-checkpoint. If all losses after it are bad, up to an unhealthy checkpoint or the end of the run, it is marked then.
+The loss of a step is that of the weights before its update, so the losses do not reflect the last update before a
+checkpoint. If all losses after the checkpoint are bad, up to an unhealthy checkpoint or the end of the run, it is
+marked at that point.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ import torch
 from evenpipe.train.metrics import WINDOW_STEPS
 
 JUDGED_STEPS = 5
-"""Last losses whose mean is judged: enough that one unusual batch does not decide."""
+"""Number of last losses whose mean is judged: enough that one unusual batch does not decide."""
 FIRST_STEPS = 20
 SPREADS = 6.0
 LEAST_RISE = 0.5
-"""In nats per token. A ruined model loses more, and losses that hardly scatter rise by less without harm."""
+"""In nats per token. A ruined model loses more; if losses hardly scatter, smaller rises are harmless."""
 
 
 @dataclass(slots=True)
@@ -35,7 +36,7 @@ class Health:
     """The usual loss of a run and its spread, and its last losses. Checkpoints save the fields."""
 
     steps: int = 0
-    """Losses that count."""
+    """Number of losses that count."""
     mean: float = 0.0
     variance: float = 0.0
     lowest: float | None = None
@@ -45,7 +46,7 @@ class Health:
     """Number of last losses that were all above the limit."""
 
     def add(self, loss: float) -> None:
-        """Add the finite loss of one more step."""
+        """Add the loss of the next step, which must be finite."""
         self.last = [*self.last, loss][-JUDGED_STEPS:]
         is_above = self.is_above(loss)
         self.above = self.above + 1 if is_above else 0
@@ -87,6 +88,6 @@ class Health:
 
 
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether all numbers are finite. Takes no memory beside the tensors, which may fill a device."""
+    """Return whether all numbers are finite. Needs no extra memory, because the tensors may fill a device."""
     largest = [torch.linalg.vector_norm(tensor.detach(), math.inf) for tensor in tensors if tensor.numel()]
     return not largest or bool(torch.stack([norm.float() for norm in largest]).isfinite().all())

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 WINDOW_STEPS = 50
 PLAIN_LINE_SECONDS = 10.0
 SHOWN_SHARES = 4
-"""Devices whose busy shares are shown one by one on the console."""
+"""Maximum number of devices whose busy shares the console shows individually."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +37,11 @@ class ExpertMetrics:
     """How tokens are spread over experts, in one step."""
 
     expert_load_most: tuple[float, ...]
-    """Of each layer with experts: the tokens of its busiest expert, over the mean."""
+    """For each layer with experts: the tokens of its busiest expert, relative to the mean."""
     expert_load_least: tuple[float, ...]
-    """Of the least busy one."""
+    """The same for the least busy expert."""
     experts_without_tokens: int
-    """In all layers."""
+    """Over all layers."""
 
     @classmethod
     def of(cls, load: Tensor) -> ExpertMetrics:
@@ -76,7 +76,7 @@ class StepMetrics:
     """Norm of all gradients, before clipping."""
     busy: tuple[float, ...] | None
     """Share of the time (0 to 1) that each device, or each of its tensor ranks, spent in passes since the previous
-    line. None on GPUs, whose time the host does not see; the line does not have it then."""
+    line. None on GPUs, whose time the host does not see; the line then omits it."""
     seconds: float
     """Wall time since the previous line."""
     teraflops_per_second: float
@@ -86,12 +86,12 @@ class StepMetrics:
     """Peak memory of each process in steps since the previous line: allocated on a GPU; on the CPU the largest resident
     set of the process so far."""
     model_flops_utilization: float | None = None
-    """Model FLOP/s over the peak of all GPUs (MFU, 0 to 1); the line does not have it if the peak of one is not
+    """Model FLOP/s relative to the peak of all GPUs (MFU, 0 to 1); the line omits it if the peak of any GPU is not
     known."""
     entropy: float | None = None
-    """`StepResult.entropy` with `[loss] entropy`; else the line does not have it."""
+    """`StepResult.entropy` if `[loss] entropy` is set; else the line omits it."""
     experts: ExpertMetrics | None = None
-    """Of a model with experts; the line has its fields beside the others."""
+    """For a model with experts; its fields appear next to the others in the line."""
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class RunningMean:
     mean: float = 0.0
 
     def add(self, loss: float) -> float:
-        """Add the loss of one more step and return the new mean."""
+        """Add the loss of the next step and return the new mean."""
         self.steps += 1
         self.mean += (loss - self.mean) / min(self.steps, WINDOW_STEPS)
         return self.mean
@@ -129,7 +129,7 @@ class MetricsFile:
         self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one line. Numbers that are not finite become null, because JSON does not have them."""
+        """Append one line. Numbers that are not finite become null, because JSON cannot represent them."""
         finite = {key: _finite(value) for key, value in record.items()}
         self._file.write((json.dumps(finite, allow_nan=False) + "\n").encode())
 
@@ -195,7 +195,7 @@ class Progress:
         self._clock = clock
         self._next_line = -math.inf
         self._first: tuple[int, float] | None = None
-        """The first step that was shown, which is slower than others, and when."""
+        """Number and time of the first step shown, which is slower than the others."""
         self._bar: Any = None
         if self._stream.isatty():
             from tqdm import tqdm
@@ -203,7 +203,7 @@ class Progress:
             self._bar = tqdm(total=steps, initial=steps_done, file=self._stream, unit="step", dynamic_ncols=True)
 
     def set_steps(self, steps: int) -> None:
-        """The number of steps is now known better (time box)."""
+        """Update the number of steps, which is now known better (time box)."""
         self._steps = steps
         if self._bar is not None:
             self._bar.total = steps
@@ -247,7 +247,7 @@ def progress_text(metrics: StepMetrics) -> str:
 
     `epoch 1.24  loss 5.123  running mean 5.345  rate 2.9e-04  norm 1.23  1,234 tokens/s  busy 93 91 95 92 %`
 
-    Of more devices only the least and the most busy one are shown.
+    With more devices, only the least and the most busy ones are shown.
     """
     shares = [f"{100 * share:.0f}" for share in metrics.busy or ()]
     busy = " ".join(shares) if len(shares) <= SHOWN_SHARES else f"{min(shares, key=int)} to {max(shares, key=int)}"
@@ -299,7 +299,7 @@ class Metrics:
         self.say, self.set_steps, self.sync = self._progress.say, self._progress.set_steps, self._file.sync
 
     def follow(self, trackers: Iterable[Tracker]) -> None:
-        """Send metrics to these trackers too, except for steps that they already have, which they cannot replace."""
+        """Also send metrics to these trackers, except for steps that they already have, which they cannot replace."""
         self._trackers += trackers
 
     def log(self, metrics: StepMetrics) -> None:

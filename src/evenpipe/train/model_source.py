@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 LEAST_SHARE = 0.5
-"""Least tokens per row of the embedding; models of the hub have 0.9 and more."""
+"""Minimum tokenizer entries per row of the embedding; models on the hub have at least 0.9."""
 
 
 def model_config(model: ModelConfig) -> PreTrainedConfig:
@@ -113,7 +113,9 @@ def _check_schedule(config: Config, layers: int) -> None:
             microbatches,
             f"{order.microbatches}, as many as the order in {pipeline.schedule} has",
         )
-    if recipe.costs is not None or not isinstance(recipe.schedule, str):  # sound, of this mode, and a time for all?
+    if recipe.costs is not None or not isinstance(
+        recipe.schedule, str
+    ):  # is it sound, in this mode, and with a time for every pass?
         plan_program(recipe.schedule, devices, microbatches, recipe.vocabulary, recipe.costs, **recipe.options)
     stages, split = order.placement.stages, pipeline.layers_per_stage
     if split is not None and len(split) != stages:
@@ -153,7 +155,7 @@ def pipeline_model(config: Config, tokenizer_size: int, end_of_text_id: int) -> 
 
 def _check_vocabulary(config: Config, rows: int, tokenizer_size: int) -> None:
     """Refuse a tokenizer with more entries than the embedding has rows, or, for existing weights, with so few that it
-    is another model's: rows that no token uses are a small rest."""
+    must belong to another model: normally only a small fraction of the rows is unused."""
     whose = f"the tokenizer {show(config.tokenizer_source)}" if config.tokenizer_source else "the tokenizer"
     if tokenizer_size > rows:
         where = "model.config.vocab_size" if "vocab_size" in config.model.config else "the model's vocabulary"
@@ -195,8 +197,8 @@ def _described_config(architecture: str, values: dict[str, Any]) -> PreTrainedCo
 
 
 def is_field(config_class: type, name: str) -> bool:
-    """Return whether a config has a field, or its model reads one that the class does not name, as `head_dim` of
-    Qwen3-MoE."""
+    """Return whether a config has a field, or its model reads one that the class does not declare, such as `head_dim`
+    of Qwen3-MoE."""
     return name in _field_names(config_class) or name in _names_read(config_class)
 
 

@@ -13,14 +13,14 @@ from evenpipe.words import nearest, show
 
 
 def check_name(field: str, name: str) -> None:
-    """Raise InputError for a text that is not of the form module:name."""
+    """Raise InputError for a text that does not have the form module:name."""
     module, _, attribute = name.partition(":")
     if not all(identifier.isidentifier() for identifier in module.split(".")) or not attribute.isidentifier():
         raise InputError(f'{field} is {show(name)}; it must be written "module:name"')
 
 
 def find_named(field: str, name: str) -> Any:
-    """Import the object that `field` names. Modules in the folder where the command was started are found, too.
+    """Import the object that `field` names. Modules in the folder where the command was started are also found.
 
     Raises InputError if there is no such module or name; with a traceback if the module cannot be imported.
     """
@@ -28,7 +28,7 @@ def find_named(field: str, name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     folder = str(Path.cwd())
     if folder not in sys.path:
-        sys.path.append(folder)  # at the end: a file there hides no installed module
+        sys.path.append(folder)  # at the end, so that a file there cannot hide an installed module
     try:
         module = importlib.import_module(module_name)
     except Exception as error:

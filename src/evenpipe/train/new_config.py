@@ -41,7 +41,7 @@ COUNTED_CHARACTERS = 2**21
 BYTES_PER_TOKEN = 4
 """Approximate bytes of text per token."""
 LEAST_STEPS, MOST_STEPS = 20, 1000
-"""Limits for the steps of one pass over the data."""
+"""Limits on the number of steps, which would otherwise be one pass over the data."""
 
 
 def new_tables(model: str | None, data: FoundData | None, processes: int | None, name: str) -> dict[str, Any]:
@@ -89,8 +89,8 @@ def new_tables(model: str | None, data: FoundData | None, processes: int | None,
 
 
 def run_tables(passes: int, learning_rate: float | None) -> dict[str, Any]:
-    """Return [optimizer], [training] and [checkpoint]. passes: steps of one pass over the data. learning_rate: of fresh
-    weights; None: the model has weights."""
+    """Return [optimizer], [training] and [checkpoint]. passes: steps of one pass over the data. learning_rate: for
+    fresh weights; None: the model has weights."""
     steps = max(LEAST_STEPS, min(MOST_STEPS, passes))
     return {
         "optimizer": {"learning_rate": learning_rate or 2e-5, "warmup_steps": max(1, steps // 20)},
@@ -133,7 +133,7 @@ def _processes() -> int:
 def _tokens(data: FoundData, tokenizer: Any, entries: int | None) -> int | None:
     """Return the number of tokens of the data, counted if it is small, else estimated; None if it is not known.
 
-    tokenizer: an existing one; None: the run trains one of so many `entries`.
+    tokenizer: an existing one; None: the run trains one with `entries` entries.
     """
     if data.bytes is not None and data.bytes > BYTES_PER_TOKEN * COUNTED_CHARACTERS and not data.are_tables:
         return data.bytes // BYTES_PER_TOKEN
@@ -151,7 +151,7 @@ def _tokens(data: FoundData, tokenizer: Any, entries: int | None) -> int | None:
 
 def _batch(tokens: int | None, longest: int, devices: int) -> tuple[int, int, int]:
     """Return (tokens per sequence, microbatches per step, steps of one pass): little data gets shorter sequences and
-    fewer microbatches. tokens: None: enough."""
+    fewer microbatches. tokens: None: there are enough."""
     lengths = [length for length in (LONGEST, 512, 256, 128, 64, 32, 16) if length <= longest] or [longest]
     for length in lengths:
         rows = MOST_STEPS * 100 if tokens is None else _rows(tokens, length)

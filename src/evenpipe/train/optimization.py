@@ -32,9 +32,9 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
 }
 _FIELDS = {"lr": "learning_rate", "betas": "betas", "eps": "epsilon", "weight_decay": "weight_decay"}
-"""Options of torch that are fields of the configuration."""
+"""Options of torch that have a field in the configuration."""
 _OTHER_MEANING = {("muon", "eps"), ("adafactor", "eps")}
-"""Options that are not these fields despite a similar name: `epsilon` is AdamW's."""
+"""Options that do not correspond to these fields despite a similar name: `epsilon` is AdamW's."""
 _WITHOUT = {("adafactor", "foreach")}
 
 
@@ -45,8 +45,8 @@ def make_optimizer(
 
     directory: directory for moments on the host if the process computes on the CPU.
 
-    AdamW and SGD are torch's fused versions, also on the CPU: one pass over memory, and the same bits for any cut of a
-    parameter at multiples of the vector width.
+    AdamW and SGD are torch's fused versions, also on the CPU: one pass over memory, and bitwise identical results if a
+    parameter is cut at any multiple of the vector width.
 
     Raises InputError if the optimizer refuses a value, or a user's function returns another object.
     """

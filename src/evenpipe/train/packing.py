@@ -4,8 +4,8 @@ One pass over the documents writes one long file of int32 tokens: each document,
 are this file cut at the sequence length; the last incomplete row is dropped. (Packing in `datasets.map` drops the rest
 of every *batch* of documents, so its rows depend on the batch size and the number of processes.)
 
-A second file has the places where documents end. They cannot be read from the tokens: a text may contain the
-end-of-text token. Positions of separate documents follow from it, and from the number of the row.
+A second file contains the offsets at which documents end. They cannot be derived from the tokens, because a text may
+contain the end-of-text token. Position ids of separate documents follow from this file and the row number.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ IGNORED = -100  # label without a loss
 def write_tokens(
     texts: Iterable[str], encode: Callable[[list[str]], list[list[int]]], end_of_text: int, path: Path, ends_path: Path
 ) -> tuple[int, int]:
-    """Encode all texts into a file of int32 tokens, and write where each document ends into another one, as int64.
+    """Encode all texts into a file of int32 tokens, and write the end offset of each document into another, as int64.
 
     `encode` turns a list of texts into their token ids without special tokens.
 
-    Returns (documents, tokens); an empty text is no document.
+    Returns (documents, tokens); an empty text does not count as a document.
     """
     documents = tokens = 0
     with path.open("wb") as file, ends_path.open("wb") as ends:
@@ -57,7 +57,7 @@ def write_tokens(
 
 
 def count_tokens(texts: Iterable[str], encode: Callable[[list[str]], list[list[int]]], enough: int) -> int:
-    """Return the tokens that `write_tokens` would write. It reads no more texts when there are `enough`."""
+    """Return the number of tokens that `write_tokens` would write. Stops reading once there are `enough`."""
     tokens = 0
     for batch in _batches(_pieces(texts)):
         encoded = encode([text for text, _ in batch])
@@ -76,12 +76,12 @@ def open_rows(path: Path, sequence_length: int) -> np.ndarray[Any, Any]:
 
 
 def open_ends(path: Path) -> np.ndarray[Any, Any]:
-    """Map the places where documents end into memory: int64 [documents], the number of tokens up to there."""
+    """Map the end offsets of documents into memory: int64 [documents], the number of tokens up to each end."""
     return np.memmap(path, dtype=OFFSET, mode="r")
 
 
 def unread_rows(rows: int, sequence_length: int) -> np.ndarray[Any, Any]:
-    """Return what has the shape of `open_rows`, for a process that only counts them: no file, and one number."""
+    """Return an array with the shape of `open_rows` for a process that only counts rows: no file, a single number."""
     return np.broadcast_to(np.array(-1, dtype=TOKEN), (rows, sequence_length))
 
 
@@ -100,14 +100,14 @@ class Sequences(NamedTuple):
     labels: torch.Tensor | None = None
     """None: `input_ids`."""
     position_ids: torch.Tensor | None = None
-    """They begin at 0 in every document, and in every row. None: 0, 1, 2, ..."""
+    """They restart at 0 in every document and every row. None: 0, 1, 2, ..."""
 
 
 @dataclass(slots=True)
 class Batches:
-    """Batches in a fixed order: a batch is a pure function of the seed and its position, so resuming needs only that.
+    """Batches in a fixed order: a batch is a pure function of the seed and its position, so resuming needs only these.
 
-    Every epoch takes all training rows in its own order, drawn from (seed, epoch); a batch may contain rows of two
+    Every epoch takes all training rows in a different order, drawn from (seed, epoch); a batch may contain rows of two
     epochs. A position is the number of training rows before the batch, counted from the beginning of the first epoch.
     """
 
@@ -123,7 +123,7 @@ class Batches:
     ends: np.ndarray[Any, Any] | None = None
     """[documents] int64: the number of tokens in `rows` up to the end of each document, if documents are separate."""
     validation_ends: np.ndarray[Any, Any] | None = None
-    """The same of `validation`."""
+    """The same for `validation`."""
     training_rows: np.ndarray[Any, Any] = field(init=False)
     validation_rows: np.ndarray[Any, Any] = field(init=False)
     """Numbers of validation rows, in `validation` if it is given, else in `rows`."""
@@ -176,8 +176,8 @@ class Batches:
         """Return one replica's rows of a validation batch, with labels.
 
         A batch has `batch_size` rows, spread evenly over the replicas. The last batch may have fewer, so means must be
-        weighted by valid tokens. A replica without a row gets one with only ignored labels, because every pipeline
-        takes part.
+        weighted by valid tokens. A replica without rows gets one whose labels are all ignored, because every
+        pipeline takes part.
         """
         rows = self.validation_rows[index * self.batch_size : (index + 1) * self.batch_size]
         assert len(rows) > 0, f"there are {self.validation_batches} validation batches, not {index + 1}"
@@ -213,7 +213,7 @@ def positions_of(
 ) -> np.ndarray[Any, Any]:
     """Return the position ids of rows, by number, of `length` tokens: int64 [rows, length].
 
-    They begin at 0 in every document. A document that is cut by the end of a row begins anew in the next one.
+    They restart at 0 in every document. A document that is cut at the end of a row restarts at 0 in the next row.
     """
     begins = np.zeros((len(numbers), length), dtype=np.int64)  # for each token, where its document begins in the row
     for row, number in zip(begins, numbers, strict=True):
@@ -225,7 +225,7 @@ def positions_of(
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Iterate over (piece, whether it ends its document)."""
+    """Iterate over (piece, whether the document ends with it)."""
     for text in texts:
         start = 0
         while len(text) - start > PIECE_CHARACTERS:

@@ -34,7 +34,7 @@ NOT_PLANNED = (
 )
 """Fields of [pipeline] that a plan does not decide."""
 _OF_COPIES = ("activations", "copy_time", "layers", "streams")
-"""Fields of [offload] that a plan decides: all layers move their activations, and copies take turns."""
+"""Fields of [offload] that a plan decides: all layers offload their activations, and copies take turns."""
 _OF_THE_TOKENIZER = ("eos_token_id", "bos_token_id", "pad_token_id")
 _NOT_SHAPE = ("transformers_version", "architectures", "model_type", "dtype", "torch_dtype", "_name_or_path")
 
@@ -43,7 +43,7 @@ def planned_tables(
     problem: Problem, plan: Evaluation, base: Mapping[str, Any], name: str, hardware: str
 ) -> dict[str, Any]:
     """Return the tables of `base` with the planned pipeline. Their run has a new folder, `name`, because it would
-    otherwise resume the run of `base`. hardware: that of the problem, as `find_hardware` takes it.
+    otherwise resume the run of `base`. hardware: the hardware of the problem, as `find_hardware` takes it.
 
     Raises InputError for a plan that evenpipe cannot run, and for a configuration that does not fit together.
     """
@@ -55,7 +55,7 @@ def planned_tables(
         )
     tables = {name: dict(table) for name, table in base.items()}
     tables.setdefault("data", {})["sequence_length"] = problem.sequence
-    if "config" in tables["model"]:  # a tokenizer that is trained may have fewer entries
+    if "config" in tables["model"]:  # a trained tokenizer may have fewer entries
         tables["model"]["config"] = {"vocab_size": problem.description.vocabulary_size, **tables["model"]["config"]}
     unplanned = {key: value for key, value in tables.get("pipeline", {}).items() if key in NOT_PLANNED}
     tables["pipeline"] = {**unplanned, **_pipeline(problem, plan.configuration)}
@@ -126,7 +126,7 @@ def _pipeline(problem: Problem, configuration: Configuration) -> dict[str, Any]:
 
 
 def _offload(table: Mapping[str, Any] | None, configuration: Configuration) -> dict[str, Any]:
-    """Return [offload] if it was given or the plan moves activations."""
+    """Return [offload] if `table` is given or the plan offloads activations."""
     if table is None and not configuration.moves:
         return {}
     values: dict[str, Any] = {name: value for name, value in (table or {}).items() if name not in _OF_COPIES}

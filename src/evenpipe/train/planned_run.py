@@ -1,4 +1,4 @@
-"""What a planned configuration has besides its pipeline: the model, data, a tokenizer, and the sections of a run."""
+"""The rest of a planned configuration besides its pipeline: model, data, tokenizer, and the sections of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from evenpipe.train.tokenizer import load_tokenizer, tokenizer_size
 from evenpipe.words import show
 
 PLACEHOLDER = "REPLACE-ME/**/*.txt"
-"""Value of data.files without data."""
+"""Value of data.files if no data is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,20 +27,20 @@ class PlannedRun:
 
     tables: Mapping[str, Any]
     bytes: int | None = None
-    """Size of the data, as far as known."""
+    """Size of the data, if known."""
     remarks: tuple[str, ...] = ()
-    """Sentences for the user about it."""
+    """Sentences for the user about the configuration."""
     replace: tuple[str, ...] = ()
     """Fields with a placeholder."""
     comments: Mapping[str, str] = field(default_factory=dict)
-    """Comments above its fields, as for `write_tables`; none above those that the user has written."""
+    """Comments above fields, as for `write_tables`; fields that the user has written have none."""
 
     @property
     def has_data(self) -> bool:
         return not self.replace
 
     def sequences_per_step(self, sequence: int, usual: int) -> int:
-        """Return `usual`, or as few that the data is enough for some steps, by its size."""
+        """Return `usual`, or a smaller number if the size of the data would otherwise allow too few steps."""
         if self.bytes is None:
             return usual
         maximum = max(1, self.bytes // BYTES_PER_TOKEN // sequence // LEAST_STEPS)
@@ -55,7 +55,7 @@ class PlannedRun:
             check_enough(config_from_dict({**self.tables, "data": data}), sequences_per_step)
 
     def with_sections(self, sequence: int, sequences_per_step: int) -> dict[str, Any]:
-        """Return the tables with the sections that say how long a run trains, how fast, and what it saves."""
+        """Return the tables with the sections for the length of a run, its learning rate and its checkpoints."""
         passes = MOST_STEPS
         if self.bytes is not None:
             passes = self.bytes // BYTES_PER_TOKEN // sequence // sequences_per_step
@@ -67,10 +67,10 @@ class PlannedRun:
 def planned_run(description: Description, source: str, data: str | None, tokenizer: str | None) -> PlannedRun:
     """Return the configuration of a run for a model given by name, folder or config file.
 
-    data: a file or folder, as of `evenpipe init`; None: a placeholder. tokenizer: a name or folder; None: that of the
-    model, or without weights one that the run trains, with as many entries as the model has rows for them.
+    data: a file or folder, as for `evenpipe init`; None: a placeholder. tokenizer: a name or folder; None: the
+    tokenizer of the model or, without weights, one that the run trains, with one entry per row of the embedding.
 
-    Raises InputError for data without text, and for a tokenizer that the model has no rows for.
+    Raises InputError for data without text, and for a tokenizer with more entries than the model has rows.
     """
     tables = model_tables(description, source)
     rows = description.vocabulary_size
@@ -107,7 +107,8 @@ def planned_run(description: Description, source: str, data: str | None, tokeniz
 
 
 def _fitting(source: str, rows: int) -> list[str]:
-    """Return what is to say about a tokenizer beside a model with so many rows. Raises InputError if it has more."""
+    """Return remarks about using a tokenizer with an embedding of `rows` rows. Raises InputError if it has more
+    entries."""
     entries = tokenizer_size(load_tokenizer(source, None))
     if entries > rows:
         raise InputError(

@@ -1,7 +1,7 @@
 """The position of a run in its training data: the number of rows read, which checkpoints save.
 
-Epoch after epoch, all training rows are read in an order of that epoch (`Batches`), by all replicas together. The
-position counts them from the beginning of the run, so it does not depend on how many rows the steps had, and a run
+In every epoch, all replicas together read all training rows in an order specific to that epoch (`Batches`). The
+position counts them from the beginning of the run, so it does not depend on the number of rows per step, and a run
 that continues with other sizes or another layout reads on at the next row.
 """
 
@@ -15,18 +15,18 @@ from evenpipe.train.packing import Batches, split_rows
 
 
 def saved_position(rows: int, batches: Batches) -> dict[str, int]:
-    """Return what a checkpoint saves after `rows` rows."""
+    """Return the values that a checkpoint saves after `rows` rows."""
     return {"rows": rows, "rows_per_epoch": len(batches.training_rows)}
 
 
 def resumed_position(
     state: Mapping[str, Any], step: int, data: PreparedData, batches: Batches
 ) -> tuple[int, list[str]]:
-    """Return the number of rows read before a checkpoint, and what there is to say about it.
+    """Return the number of rows read before a checkpoint, and messages about it.
 
-    If other rows are in the data now (another sequence length or share of validation rows), the run continues at the
-    same share of the epoch. Checkpoints of older versions do not have the position: it follows from the rows per step
-    that they were saved with, unless the run had other sizes before.
+    If the data now has other rows (another sequence length or share of validation rows), the run continues at the same
+    fraction of the epoch. Checkpoints of older versions lack the position: it is derived from the rows per step that
+    they were saved with, and is uncertain if the run had other sizes before.
 
     Args:
         state: `extra` of the checkpoint.

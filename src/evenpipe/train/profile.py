@@ -1,11 +1,12 @@
 """Measures costs on this hardware by tracing real steps of the configured model and pipeline.
 
 All devices compute at the same time, as in training: processes that share memory bandwidth, caches or power slow each
-other down, so pass times of one process at a time would predict steps that are too short. The configured schedule runs
+other down, so pass times measured on one process at a time would predict steps that are too short. The configured
+schedule runs
 
     unchanged                               for its own passes and transfers
     with backwards whole, split, recomputed for the other kinds of passes
-    with one microbatch after the other     for the slowdown of devices by each other
+    with one microbatch after the other     for the slowdown that devices cause each other
     on shorter sequences                    for latency as opposed to bandwidth
 
 Token ids are random, and small ones are frequent (Zipf's law), as with a tokenizer.
@@ -38,10 +39,10 @@ from evenpipe.train.model_source import check_pipeline
 from evenpipe.words import refused
 
 WARM_UP = 2
-"""Steps that do not count, by default."""
+"""Default number of warm-up steps, which do not count."""
 
 SHORTER = 8
-"""Shorter sequences are measured for what does not depend on tokens: shorter by this factor."""
+"""Factor by which sequences are shortened to measure the costs that do not depend on tokens."""
 
 AS_IT_IS, ALONE, RECOMPUTED, SHORT = "as it is", "one by one", "recomputed", "short"
 
@@ -55,9 +56,9 @@ class Profile:
 
     costs: Costs
     bare: Cost | None
-    """Forwards of an order that repeats them: they keep no tensors for their backwards."""
+    """Cost of a forward that is repeated later and therefore keeps no tensors for its backward."""
     traces: dict[str, list[Trace]]
-    """Traces of every measured step, by variant; "as it is" for the schedule itself."""
+    """Traces of every measured step, by variant; "as it is" is the unchanged schedule."""
 
     @property
     def about(self) -> dict[str, Any]:
@@ -88,14 +89,14 @@ def profile_of(results: Sequence[dict[str, Any]], contention: float | None = Non
 
     F, S, C, T, E, G and transfers come from the unchanged schedule; other kinds come from the variants.
 
-    contention: None: found in the traces, if one microbatch after the other was measured, too. free: as for `costs_of`.
+    contention: None: derived from the traces if they include one microbatch after the other. free: as for `costs_of`.
     """
     traces: dict[str, list[Trace]] = {}
     for name, measured in ((name, measured) for result in results for name, measured in result["traces"].items()):
         traces.setdefault(name, []).extend(map(trace_from_dict, measured))
     shorter = [trace_from_dict(trace) for result in results for trace in result["shorter"]]
     sizes = {name: Size(*size) for name, size in results[0]["sizes"].items()}
-    # Contention compares equal passes of a kind, and a forward that keeps no tensors for its backward is different.
+    # Contention compares equal passes of a kind; a forward that keeps no tensors for its backward is a different pass.
     everything = [trace for name, measured in traces.items() if name != RECOMPUTED for trace in measured]
     tokens = results[0].get("tokens_of_slices", ())
     costs = costs_of(traces[AS_IT_IS], everything, tokens, contention=contention, free=free)
@@ -111,7 +112,7 @@ def profile_of(results: Sequence[dict[str, Any]], contention: float | None = Non
 
 
 def measure_config(config: Config, steps: int, warm_up: int, variants: Sequence[str]) -> dict[str, Any]:
-    """Run and trace on every process. The first one returns traces as JSON, and sizes of transfers."""
+    """Run and trace on every process. The first process returns traces as JSON, and sizes of transfers."""
     worker = initialise_worker(timeout_seconds=config.pipeline.timeout_seconds)
     size, end = _tokenizer(config)
     with closing(build_pipeline(config, size, end, worker.torch_device, self_check=False)) as pipeline:
@@ -124,11 +125,11 @@ def measure_config(config: Config, steps: int, warm_up: int, variants: Sequence[
 def measure_pipeline(
     pipeline: Pipeline, config: Config, steps: int, warm_up: int, variants: Sequence[str] = VARIANTS
 ) -> dict[str, Any]:
-    """Do the same with a given pipeline that `config` describes. Collective."""
+    """Do the same with an existing pipeline that `config` describes. Collective."""
     tokens = config.data.sequence_length
     order = pipeline.layout.program.order
     if pipeline.recipe.parallelism.replicas > 1:
-        order = without_sharding(order)  # other orders have these passes at other places
+        order = without_sharding(order)  # other orders have these passes at other positions
     traces = {AS_IT_IS: _run(pipeline, config, tokens, steps, warm_up)}
     variant_orders = {name: with_backward(order, name) for name in BACKWARDS if name in variants}
     if ALONE in variants and pipeline.devices > 1 and pipeline.microbatches > 1:
@@ -146,8 +147,8 @@ def measure_pipeline(
     narrow = pipeline.torch_device.type == "cuda"
     element_bytes = (compute_dtype(config) or (torch.bfloat16 if narrow else torch.float32)).itemsize
     hidden = config.pipeline.microbatch_size * pipeline.description.hidden_size * element_bytes
-    # Bytes per token, of which each tensor rank sends its share, and tokens of a slice on one context rank. The few
-    # numbers of the statistics are mostly latency: they stay a duration.
+    # Bytes per token that each tensor rank sends, and the number of chunks per sequence (slices x context ranks). The
+    # statistics are only a few numbers, so their transfers are mostly latency and stay a duration.
     local_bytes, parts = hidden // ranks, slices * pipeline.context_ranks
     per_token = {
         "p2p": local_bytes,
@@ -164,8 +165,8 @@ def measure_pipeline(
 
 
 def shorter_length(tokens: int, divisor: int, slices: int = 1) -> int:
-    """Return the tokens of the shorter sequences that are measured beside sequences of `tokens`: multiples of
-    `divisor`, with one of them in each of so many slices."""
+    """Return the length of the shorter sequences measured in addition to sequences of `tokens` tokens: a multiple of
+    `divisor`, with at least `divisor` tokens in each slice."""
     return max(2, max(tokens // SHORTER // divisor, slices) * divisor)
 
 
@@ -188,7 +189,7 @@ def _run(pipeline: Pipeline, config: Config, tokens: int, steps: int, warm_up: i
 
 @contextmanager
 def _following(pipeline: Pipeline, order: Order) -> Iterator[None]:
-    """Let a pipeline run another order of the same placement and vocabulary mode for a while."""
+    """Temporarily run a pipeline with another order of the same placement and vocabulary mode."""
     layout = pipeline.layout
     sharing = layout.program.sharing
     _, program = plan_program(order, order.devices, order.microbatches, layout.mode, layout.costs, sharing=sharing)

@@ -1,11 +1,11 @@
-"""Which checkpoint a run continues from, and how one that has diverged goes back to a healthy one.
+"""Which checkpoint a run continues from, and how a diverged run goes back to a healthy one.
 
     no resume_from      the newest sound checkpoint; refused if it is unhealthy and steps are left
     resume_from = 80    the checkpoint of step 80. Later ones are abandoned: renamed, never found again, and deleted
                         when training has passed their steps
 
-Checkpoints say which `resume_from` they come from. So a command that is repeated after an interruption does not go back
-again: it continues from the newest checkpoint that follows from step 80, unless that is unhealthy.
+Checkpoints record the `resume_from` that they descend from. So a command that is repeated after an interruption does
+not go back again: it continues from the newest checkpoint that descends from step 80, unless that one is unhealthy.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Start:
 
     search_result: Found
     goes_back: bool
-    """Whether later checkpoints are to be abandoned."""
+    """Whether to abandon later checkpoints."""
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """The checkpoint to continue from; None: from the beginning."""
+        """The checkpoint to continue from; None: start from the beginning."""
         return self.search_result.checkpoint
 
 
 def find_start(config: Config, group: dist.ProcessGroup | None) -> Start:
     """Return where the run starts. Collective.
 
-    Raises InputError if the folder has no sound checkpoint, or none of the step of `checkpoint.resume_from`; the
-    sentence says which steps it has.
+    Raises InputError if the folder has checkpoints but no sound one, or none for the step of `checkpoint.resume_from`;
+    the message lists the steps it has.
     """
     folder, step = config.checkpoint_folder, config.checkpoint.resume_from
     if step is None or not Team(group).first(lambda: _must_go_back(list_checkpoints(folder), step, config)):
@@ -64,7 +64,7 @@ def find_start(config: Config, group: dist.ProcessGroup | None) -> Start:
 
 
 def _must_go_back(listed: Sequence[ListedCheckpoint], step: int, config: Config) -> bool:
-    """Return whether the run goes back to a step now; False: an earlier start has done it. Raises InputError if there
+    """Return whether the run goes back to a step now; False: an earlier start already did. Raises InputError if there
     is no such checkpoint."""
     if step not in [checkpoint.step for checkpoint in listed]:
         folder = str(config.checkpoint_folder)
@@ -88,7 +88,7 @@ def refuse_unhealthy(checkpoint: Checkpoint, config: Config) -> None:
 def diverged(config: Config, health: Health, step: int, loss: float, norm: float, *, marks: bool) -> str:
     """Return the sentence about the first step whose loss or gradient norm is not finite.
 
-    It names the newest healthy checkpoint. That of the weights with which the losses began to be bad is none.
+    It names the newest healthy checkpoint. The checkpoint whose weights first gave bad losses is not healthy.
 
     health: after the step before. marks: whether this process marks the checkpoints that are not healthy.
     """
@@ -101,12 +101,12 @@ def diverged(config: Config, health: Health, step: int, loss: float, norm: float
 
 
 def first_ruined(health: Health, next_step: int) -> int:
-    """Return after how many steps the weights were those with which the losses before `next_step` began to be bad."""
+    """Return the step count of the weights that gave the first of the consecutive bad losses before `next_step`."""
     return next_step - health.above - 1
 
 
 def abandoned_message(steps: Sequence[int]) -> str:
-    """Return what to say of checkpoints that `abandon_later` has renamed."""
+    """Return the message about checkpoints that `abandon_later` has renamed."""
     are = "checkpoint of step" if len(steps) == 1 else "checkpoints of steps"
     return (
         f"the later {are} {join(list(map(str, steps)))} end{'s' if len(steps) == 1 else ''} in .abandoned now, and"

@@ -1,4 +1,4 @@
-"""What the memory of a training run follows from, read from its configuration."""
+"""The quantities that determine the memory of a training run, read from its configuration."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _remarks(config: Config, *, on_cpu: bool) -> Iterator[str]:
 
 
 def host_remark(result: Estimate) -> str:
-    """A sentence about activations that have no room on the host; an empty one if all have."""
+    """Return a sentence about activations that do not fit on the host; empty if all of them fit."""
     offload, fullest = result.recipe.offload, max(result.devices, key=lambda device: device.host)
     if offload.host_memory is None or fullest.host <= offload.host_memory:
         return ""
@@ -93,7 +93,7 @@ def host_remark(result: Estimate) -> str:
 
 
 def _optimizer(config: Config) -> str:
-    """The optimizer by what it keeps."""
+    """Return the kind of optimizer, which determines the state it keeps."""
     name, options = config.optimizer.name, config.optimizer.options
     if config.optimizer.is_own:
         known = ", ".join(OPTIMIZER_DEFAULTS)

@@ -23,14 +23,14 @@ from evenpipe.train.input_sections import JSON_LINES, DataConfig
 from evenpipe.words import count, nearest, show
 
 READ_BYTES = 1 << 20
-LARGEST_DOCUMENT_BYTES = 2**31 - 1  # a document is in memory as a whole
+LARGEST_DOCUMENT_BYTES = 2**31 - 1  # a document is held in memory as a whole
 CHAT_FIELDS = ("messages", "conversations", "conversation")
-"""Names under which data sets have the turns of a chat."""
+"""Field names under which datasets store the turns of a chat."""
 NOT_IN_CORPUS = frozenset({"test", "tests", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages"})
 
 
 def find_documents(data: DataConfig, cache_folder: Path) -> Documents:
-    """Return the training documents, without validation files that the patterns match too.
+    """Return the training documents, without validation files that the patterns also match.
 
     `cache_folder`: folder for the locks and downloads of `datasets`.
     """
@@ -123,11 +123,11 @@ class DatasetDocuments:
 
     @property
     def description(self) -> str:
-        """As of files."""
+        """As for files."""
         return f"dataset {self.name}, {self.split}"
 
     def fingerprint(self) -> str:
-        """As of files."""
+        """As for files."""
         return _digest(["dataset", self._rows._fingerprint, len(self._rows), self.text_field])
 
     def __iter__(self) -> Iterator[str]:
@@ -161,12 +161,12 @@ Documents = FileDocuments | DatasetDocuments
 
 
 def is_saved(name: str) -> bool:
-    """Return whether `save_to_disk` of a dataset, or of several splits, has written this folder."""
+    """Return whether `save_to_disk` wrote this folder, for a dataset or for several splits."""
     return any((Path(name) / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
 
 
 def _saved(name: str, split: str) -> Any:
-    """Return a split, or a part of one, from a folder of `save_to_disk`; without splits, any name selects all."""
+    """Return a split, or part of a split, from a folder of `save_to_disk`; without splits, any name selects all."""
     datasets = _datasets()
     loaded = datasets.load_from_disk(name)
     if not isinstance(loaded, dict):
@@ -179,7 +179,7 @@ def _saved(name: str, split: str) -> Any:
 
 
 def check_file(path: Path, text_field: str, errors: str) -> str:
-    """Return the hex sha256 of a file. Raises an `InputError` with the place if its contents cannot be documents."""
+    """Return the hex sha256 of a file. Raises `InputError`, with the position, if it cannot contain documents."""
     try:
         if kind_of(path) == "parquet":
             _check_parquet(path, text_field)
@@ -278,7 +278,7 @@ def _no_text_field(text_field: str, where: str, names: list[str]) -> str:
 def _standard_library(selection: str) -> list[Path]:
     """Return UTF-8 sources of the running Python's library, without tests and character tables.
 
-    `parts`: names of modules and packages, separated by commas, or "" for all.
+    `selection`: names of modules and packages, separated by commas, or "" for all.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [
@@ -314,7 +314,7 @@ def _is_utf8(path: Path) -> bool:
 
 
 def kind_of(path: Path) -> str:
-    """Return "jsonl", "parquet" or "text", by the name of a file."""
+    """Return "jsonl", "parquet" or "text", depending on the file name."""
     suffix = path.suffix.lower()
     return "jsonl" if suffix in JSON_LINES else "parquet" if suffix == ".parquet" else "text"
 
@@ -325,7 +325,7 @@ def _encodable(text: str) -> str:
 
 
 def _datasets() -> Any:
-    """Return the library without its progress bars and warnings, which would mix with ours."""
+    """Return the `datasets` library without its progress bars and warnings, which would mix with ours."""
     import datasets
 
     datasets.disable_progress_bars()

@@ -1,4 +1,4 @@
-"""From a configuration to a finished run: check, prepare the data once, start the processes, show a text at the end."""
+"""From a configuration to a finished run: check, prepare the data once, start the processes, generate sample text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from evenpipe.train.stopping import say_stop
 from evenpipe.train.trackers import check_trackers
 from evenpipe.words import refused
 
-SET_UP = "set up"  # mark of the first process when it has prepared the run
+SET_UP = "set up"  # mark that the first process sets when it has prepared the run
 
 
 def run_training(
@@ -86,9 +86,9 @@ def run_training(
 
 
 def set_up(config: Config, force: bool) -> list[Claim]:
-    """Do all work of one process before the others start: quick checks first, then the data.
+    """Do all work that one process does before the others start: quick checks first, then the data.
 
-    Returns the locks of the run's folders, which this process has from now on.
+    Returns the locks of the run's folders, which this process holds from now on.
     """
     from evenpipe.train.optimization import check_optimizer
 
@@ -159,9 +159,9 @@ def _run_in_place(config: Config, callbacks: Sequence[Callback], force: bool) ->
         worker.wait_for_mark(SET_UP, "the data", "training")
         stopped_by = train(config, callbacks=callbacks)
     except BaseException as error:
-        worker.watch.report_exception(error)  # the others end too, with this message
+        worker.watch.report_exception(error)  # the others end, too, with this message
         raise
-    finish_worker()  # the first process does the rest alone
+    finish_worker()  # only the first process does the remaining work
     if stopped_by:
         raise SystemExit(128 + stopped_by)
     if worker.rank == 0:

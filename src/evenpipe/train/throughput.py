@@ -1,4 +1,4 @@
-"""What a run reaches of its devices: model FLOP/s, their share of the peak, and peak memory."""
+"""Device utilization of a run: model FLOP/s, their share of the peak, and peak memory."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Throughput:
         return self._flops_per_token * tokens_per_second / self._processes / 1e12
 
     def utilization(self, tokens_per_second: float) -> float | None:
-        """Return model FLOP/s over the peak of all GPUs (MFU, 0 to 1); None unless the peak of each is known."""
+        """Return model FLOP/s relative to the peak of all GPUs (MFU, 0 to 1); None unless every peak is known."""
         return None if self._peak is None else self._flops_per_token * tokens_per_second / self._peak
 
 
 def _peak_flops(torch_device: torch.device, config: Config) -> float:
-    """Return the peak of this process's GPU in FLOP/s, by its data sheet; 0 if it is not known."""
+    """Return the data-sheet peak of this process's GPU in FLOP/s; 0 if it is not known."""
     if torch_device.type != "cuda":
         return 0.0
     dtype = compute_dtype(config) or torch.bfloat16
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return 0.0  # products in TF32, whose peak the table does not have
+        return 0.0  # products in TF32, whose peak is not in the table
     known = known_gpu(torch.cuda.get_device_name(torch_device))
     return 0.0 if known is None else known.peak_flops.get(DTYPES[dtype], 0.0)
 
@@ -53,7 +53,7 @@ class PeakMemory:
         """Largest peak so far, in bytes, as of the last call of a method."""
 
     def take(self) -> int:
-        """Return the peak in bytes, and begin anew."""
+        """Return the peak in bytes, and reset it."""
         peak = self._peak_bytes()
         self.of_run = max(self.of_run, peak)
         if self._torch_device.type == "cuda":
@@ -61,7 +61,7 @@ class PeakMemory:
         return peak
 
     def restart(self) -> None:
-        """Begin anew: what evaluations and saves take does not count for steps, but for the run."""
+        """Reset the peak: memory of evaluations and saves counts for the run, but not for steps."""
         self.take()
 
     def _peak_bytes(self) -> int:

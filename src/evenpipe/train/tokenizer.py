@@ -54,7 +54,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 TEMPLATES = "additional_chat_templates"
-"""Folder of further chat templates."""
+"""Folder of additional chat templates."""
 
 LONGEST_RUN = 1000
 """Maximum length of a run of letters and digits, of spaces or of other characters that is learned as one word. The time
@@ -130,7 +130,7 @@ def open_tokenizer(source: str, trust_remote_code: bool = False, remedy: str = _
 def _check_files(source: str, names: Iterable[str], remedy: str) -> None:
     """Refuse a folder without the files of its tokenizer: transformers may build one that knows only special tokens.
 
-    names: files of which it needs one; transformers itself also looks for other names.
+    names: files of which it needs at least one; transformers itself also looks for other names.
     """
     existing = {name for name in (*names, *VOCABULARY_FILES) if find_file(source, name) is not None}
     if not existing:
@@ -148,7 +148,7 @@ def tokenizer_size(tokenizer: Any) -> int:
 
 
 def folder_digest(folder: Path) -> str:
-    """Return the hex sha256 of names and contents of a saved tokenizer's files."""
+    """Return the hex sha256 of the names and contents of a saved tokenizer's files."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -159,7 +159,7 @@ def folder_digest(folder: Path) -> str:
 
 
 def kept_files(folder: Path) -> dict[str, Path]:
-    """Return the files of a tokenizer in a folder, which may have others, by their names in a model folder."""
+    """Return the tokenizer files in a folder, which may contain other files, by their names in a model folder."""
     names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     for pattern in ("*.tiktoken", "tokenization*.py", f"{TEMPLATES}/*.jinja"):
         names += [path.relative_to(folder).as_posix() for path in sorted(folder.glob(pattern)) if path.is_file()]
@@ -169,12 +169,13 @@ def kept_files(folder: Path) -> dict[str, Path]:
 def keep_tokenizer(
     tokenizer: Any, source: str, target: Path, *, end_of_text: str | None, model_type: str | None = None
 ) -> None:
-    """Copy the files of a loaded tokenizer, as they are, from its hub name or folder.
+    """Copy the files of a loaded tokenizer unchanged from its hub name or folder.
 
-    Beside the config of another model they may stand for another tokenizer: then the copy is what transformers writes.
+    Next to the config of another model, the files may load as a different tokenizer; the copy then consists of the
+    files that transformers writes.
 
     end_of_text: becomes the `eos_token` of the copy.
-    model_type: of the model that the tokenizer will be exported with, unless it is the tokenizer's own.
+    model_type: type of the model that the tokenizer will be exported with; None: the tokenizer's original model.
     """
     paths = [find_file(source, name) for name in TOKENIZER_FILES]
     folder = next((path.parent for path in paths if path is not None), None)
@@ -198,7 +199,7 @@ def keep_tokenizer(
 
 
 def _is_same(tokenizer: Any, folder: Path, model_type: str) -> bool:
-    """Return whether the files in a folder give the same tokenizer beside the config of a model."""
+    """Return whether the files in a folder load as the same tokenizer next to the config of a model."""
     from transformers import AutoTokenizer
 
     config = folder / "config.json"
@@ -227,12 +228,12 @@ def copy_tokenizer(folder: Path, target: Path) -> None:
 
 _SETTINGS, _SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 _LEAKS = ("is_local", "local_files_only")
-"""How transformers has found a tokenizer, which it writes among its settings."""
+"""Settings in which transformers records how it found a tokenizer."""
 
 
 @contextlib.contextmanager
 def _replaced(target: Path) -> Iterator[Path]:
-    """Give a new folder, which takes the place of `target` once it is complete."""
+    """Yield a new folder, which replaces `target` once it is complete."""
     fresh = target.with_name(target.name + ".tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
@@ -242,7 +243,7 @@ def _replaced(target: Path) -> Iterator[Path]:
 
 
 def _change(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Change the values in a JSON file, and write it only if they differ."""
+    """Change the values in a JSON file; write it only if they differ."""
     settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     changed = change(settings)
     if changed != settings:
@@ -274,7 +275,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _interruptible(work: Callable[[], object]) -> None:
-    """Do `work`, which stays outside Python for a long time, in another thread, so that this one can handle signals.
+    """Run `work`, which spends a long time in native code, in another thread so that this one can handle signals.
     The process can end without waiting for that thread."""
     failed: list[BaseException] = []
     finished = threading.Event()
@@ -289,7 +290,7 @@ def _interruptible(work: Callable[[], object]) -> None:
 
     try:
         threading.Thread(target=do, name="evenpipe-tokenizer", daemon=True).start()
-        while not finished.wait(0.2):  # a signal may reach the other thread, which does not wake this one
+        while not finished.wait(0.2):  # the signal may go to the other thread, which does not wake this one
             pass
     except BaseException as error:
         atexit.register(
@@ -301,8 +302,8 @@ def _interruptible(work: Callable[[], object]) -> None:
 
 
 def _exit_if_unfinished(finished: threading.Event, exit_code: Any) -> None:
-    """At the end of the process, if the thread still works: end now. An interpreter that is shutting down unwinds a
-    thread that comes back to it, which the foreign code of this one answers with SIGABRT."""
+    """At process exit, end at once if the thread is still working. An interpreter that is shutting down unwinds a
+    thread that returns to it, to which the native code in this thread reacts with SIGABRT."""
     if not finished.is_set():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -29,7 +29,9 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raise InputError for a tracker that is not installed, without importing it."""
     for name in names:
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # a folder of that name, such as wandb makes, is not a package
+        if (
+            spec is None or spec.origin is None
+        ):  # a folder of that name, as wandb creates, is no package
             raise InputError(f'output.trackers names "{name}", which is not installed: pip install {name}')
 
 
@@ -46,13 +48,13 @@ def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def forget_runs(folder: Path) -> None:
-    """Let the next trackers of a run begin new runs, because it has gone back to an earlier step: they cannot replace
-    the metrics that they have of later steps."""
+    """Let the next trackers of a run begin new runs, because it has gone back to an earlier step: trackers cannot
+    replace the metrics of later steps that they already have."""
     (folder / FILE).unlink(missing_ok=True)
 
 
 class Tracker:
-    """A run of one tracker, "wandb" or "trackio"."""
+    """A run in a tracker, "wandb" or "trackio"."""
 
     def __init__(self, name: str, config: Config, say: Callable[[str], None]) -> None:
         """Raises InputError if the tracker cannot be opened at the first start of the run. Later failures are only
@@ -84,7 +86,7 @@ class Tracker:
         self._try(lambda run: run.log(dict(scalars(record)), step=record["step"]))
 
     def close(self) -> None:
-        """Send the rest within `FINISH_SECONDS`: without a network it could take forever."""
+        """Send the remaining metrics within `FINISH_SECONDS`: without a network this could take forever."""
         thread = threading.Thread(target=self._try, args=(lambda run: run.finish(),), daemon=True)
         thread.start()
         thread.join(FINISH_SECONDS)

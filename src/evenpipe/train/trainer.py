@@ -2,9 +2,10 @@
 
     read the newest sound checkpoint -> step, step, ..., evaluate -> save -> report
 
-The learning rate and the seeds of a step depend only on the configuration and the number of the step, its batch on the
-number of rows before it, which checkpoints save. So a run that was killed and started again equals an uninterrupted
-one, to the last bit (on a GPU: if it is deterministic), and one that continues with other sizes reads on where it was.
+The learning rate and the seeds of a step depend only on the configuration and the step number; its batch depends on the
+number of rows read before it, which checkpoints save. So a run that was killed and restarted is bitwise identical to an
+uninterrupted one (on a GPU: if it is deterministic), and a run that continues with other sizes reads on at the next
+row.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ from evenpipe.train.throughput import PeakMemory, Throughput
 from evenpipe.train.trackers import Tracker, forget_runs
 
 WARM_UP_STEPS, TIMED_STEPS = 2, 8
-"""In a run with a time box: steps that do not count, and steps whose speed decides the number of steps."""
+"""In a run with a time box: warm-up steps, and the steps whose speed decides the number of steps."""
 
 
 @dataclass(slots=True)
 class _Progress:
-    """The progress of a run, which checkpoints save with the tensors."""
+    """Progress of a run, which checkpoints save with the tensors."""
 
     step: int = 0
     """Number of steps done."""
@@ -89,7 +90,7 @@ def train(config: Config, claims: Sequence[Claim] = (), callbacks: Sequence[Call
     Raises InputError and RunError as `run_training` does.
     """
     if config.training.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch insists on it for products on a GPU
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it for matrix products on a GPU
         torch.use_deterministic_algorithms(True)
     worker = initialise_worker(timeout_seconds=config.pipeline.timeout_seconds)
     join(claims)
@@ -108,7 +109,7 @@ def train(config: Config, claims: Sequence[Claim] = (), callbacks: Sequence[Call
 
 
 class _Run:
-    """One start of a run on one process."""
+    """One start of a run, on one process."""
 
     def __init__(self, config: Config, torch_device: torch.device, callbacks: Sequence[Callback]) -> None:
         self.config = config
@@ -122,7 +123,7 @@ class _Run:
                 " bias to choose by; leave it out"
             )
         self.feeds = self.pipeline.feeds
-        """Whether this process gives a pipeline its part of every batch."""
+        """Whether this process feeds its pipeline's share of every batch."""
         self.is_first = self.feeds and self.pipeline.replica == 0
         """Whether this is the first process of the run."""
         self._arrangement = Arrangement(self.pipeline, config)
@@ -162,7 +163,7 @@ class _Run:
         changed: dict[str, str] = {}
         if checkpoint is not None:
             state = checkpoint.extra
-            if state["data"]["data"] != self.data.fingerprint:  # token ids have another meaning; shapes may differ, too
+            if state["data"]["data"] != self.data.fingerprint:  # token ids mean something else; shapes may differ, too
                 raise InputError(
                     f"output.folder is {config.output.folder!r}, where {checkpoint.path.name} was trained on other text"
                     " or with another tokenizer; expected the same data, or another folder"
@@ -237,7 +238,7 @@ class _Run:
     def _decided_for(self) -> dict[str, Any]:
         """The values that decided the number of steps; a resumed run with the same values keeps the decision."""
         decisive = {"steps": self._planned, "minutes": self.config.training.minutes}
-        if self.config.training.epochs is not None:  # their rest is divided by the rows of a step
+        if self.config.training.epochs is not None:  # the remaining rows are divided by the rows per step
             decisive["rows_per_step"] = self.batches.batch_size
         return decisive
 
@@ -275,7 +276,7 @@ class _Run:
         self._call("on_save", path)
 
     def _fault(self) -> str | None:
-        """Return why the state may be ruined, in words, or None; mark the earlier checkpoints that were ruined before.
+        """Return in words why the state may be ruined, or None; mark earlier checkpoints that were already ruined.
         Collective."""
         health, folder = self.progress.health, self.config.checkpoint_folder
         trained = (held.parameter for held in self.pipeline.held_parameters() if held.parameter.requires_grad)
@@ -290,7 +291,8 @@ class _Run:
     # --- the loop --------------------------------------------------------------------------------------------
 
     def listen(self, stop: StopRequest) -> None:
-        """Let a signal end the run after a step from now on. Collective: the launcher learns when all listen."""
+        """From now on, let a signal end the run after the current step. Collective: the launcher learns when all
+        processes listen."""
         self.stop = stop
         self._asked_to_stop()
         if self.is_first:
@@ -407,7 +409,7 @@ class _Run:
     def _local_batch(
         self, batch: Callable[[int, int, int], Sequences], number: int
     ) -> Sequences | tuple[None, None, None]:
-        """Return the rows of a batch that this process feeds to its pipeline, if it feeds one."""
+        """Return the rows of a batch that this process feeds to its pipeline, if any."""
         if not self.feeds:
             return None, None, None
         return batch(number, self.pipeline.replica, self.pipeline.replicas)
@@ -426,7 +428,7 @@ class _Run:
         self.metrics.say(f"the trace of step {step} is in {path}; evenpipe draw {path} shows it")
 
     def _log(self) -> None:
-        """Read the losses since the last line and write a line. Collective: it gathers the busy shares."""
+        """Read the losses since the last line and write a line. Collective, because it gathers the busy shares."""
         if not self._pending:
             return
         progress, steps, loss = self.progress, len(self._pending), math.nan
@@ -468,12 +470,12 @@ class _Run:
         self._pending, self._busy_seconds, self._since, self._loss = [], 0.0, now, loss
 
     def _restart_clock(self) -> None:
-        """Begin to measure time and memory of the next line, after what is not part of a step."""
+        """Restart the time and memory measurement for the next line, after work that is not part of a step."""
         self._since = time.perf_counter()
         self._memory.restart()
 
     def _evaluate(self) -> None:
-        """Compute the mean loss over the validation rows, always the same ones. Collective."""
+        """Compute the mean loss over the validation rows, which are always the same. Collective."""
         count = min(self.batches.validation_batches, self.config.training.evaluation_batches or sys.maxsize)
         if not count:
             return
@@ -491,9 +493,9 @@ class _Run:
         self._restart_clock()
 
     def _decide_steps(self, step_seconds: float) -> None:
-        """Decide how many steps fit into the time box at the speed of the slowest process, evaluations and saves aside.
+        """Decide how many steps, without evaluations and saves, fit into the time box at the slowest process's speed.
 
-        Collective; all get the same number.
+        Collective; all processes get the same number.
         """
         minutes = self.config.training.minutes
         assert minutes is not None
