@@ -1,6 +1,6 @@
-"""All processes of a group learn how a piece of work ended on each of them, so they continue or fail together.
+"""All processes of a group learn how a piece of work ended on each process, so they continue or fail together.
 
-If one process raised alone, the others would wait in their next collective until its timeout. This is for rare, slow
+If only one process raised, the others would wait in their next collective until it timed out. This is for rare, slow
 work on files; the values must be JSON.
 """
 
@@ -30,7 +30,7 @@ class Team:
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, called: str = "", *, local_only: bool = False
     ) -> None:
-        """called: the public function that works with this team, which all must have called (`calls`)."""
+        """called: the public function that uses this team, which all processes must have called (`calls`)."""
         self._called = called
         self.distributed = not local_only and dist.is_available() and dist.is_initialized()
         self.group = (process_group or dist.group.WORLD) if self.distributed else None
@@ -67,7 +67,7 @@ class Team:
         return values
 
     def everywhere(self, work: Callable[[], Any]) -> list[Any]:
-        """Do the work on every process; return all results, by rank, as `gather` does.
+        """Do the work on every process; return all results by rank, like `gather`.
 
         Raises:
             InputError, DamagedError, RunError: on every process, if the work raised on one of them; OSError becomes
@@ -95,7 +95,7 @@ class Team:
         return [result for _, result in outcomes]
 
     def first(self, work: Callable[[], Any]) -> Any:
-        """Do the work on the first process only; return its result on all. Raises as `everywhere`."""
+        """Do the work on the first process only; return its result on all. Raises like `everywhere`."""
         return self.everywhere(work if self.rank == 0 else lambda: None)[0]
 
 

@@ -5,25 +5,25 @@ A checkpoint is a folder `step-00000020`:
     __0_0.distcp, __1_0.distcp, ...   tensors, one file per process, in torch's distributed checkpoint format
     .metadata                         torch's index of them
     run.json                          everything except tensors: learning rates and other settings of the optimizer and
-                                      the scheduler (settings.py), model config, additions of the caller
+                                      the scheduler (settings.py), the model config, values from the caller
     manifest.json                     size and SHA-256 of all other files, every tensor's shape and dtype, and the id of
-                                      the save, which all other files contain too
+                                      the save, which all other files also contain
 
 Tensors have Hugging Face names and are whole: `parameters.model.embed_tokens.weight`,
-`optimizer.exp_avg.model.embed_tokens.weight`. A process contributes the boxes that its placement of a tensor gives, so
-a checkpoint of one layout loads in any other. Of several copies the first one is saved, and all are loaded.
+`optimizer.exp_avg.model.embed_tokens.weight`. A process contributes the boxes given by its placement of a tensor, so a
+checkpoint of one layout loads in any other. If a tensor has several copies, the first is saved and all are loaded.
 
 Steps of saving: take or check the folder's lock (lock.py) -> write all files into `step-00000020.ID.tmp` -> wait
 for every process -> write the manifest -> wait for the disk -> check the lock -> rename -> wait for the disk -> verify
 that the published save is this one -> delete old checkpoints. A process killed at any point leaves the previous
 checkpoint unchanged. Tensors that belong to a process, not to a parameter (states of its random generators), are named
-`process.3.random_state`. As many processes, or the first one of any number, get them back.
+`process.3.random_state`. They are restored if the number of processes is the same; otherwise only on the first process.
 
 Processes exchange only JSON.
 
 Every function here with a `process_group` is collective over it: all processes of a pipeline and of its replicas call
-it (None: all processes, or only this one without torch.distributed), and all return or raise alike. The group's
-timeout must exceed the time in which one process writes and hashes its part.
+it (None: all processes, or only this one without torch.distributed), and all return or raise together. The
+group's timeout must exceed the time that a process takes to write and hash its share.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ from evenpipe.errors import InputError, RunError
 from evenpipe.words import count, refused
 
 SHOWN_NAMES = 4
-"""Names of parameters in a warning."""
+"""Maximum number of parameter names in a warning."""
 
 _log = logging.getLogger(__name__)
 
 _BYTES_PER_TENSOR = 4096
-"""Upper bound of a tensor's overhead on disk: its zip archive, its lines in index and manifest."""
+"""Upper bound on a tensor's overhead on disk: its zip archive, its lines in the index and the manifest."""
 
 
 def save(  # noqa: PLR0917
@@ -106,8 +106,8 @@ def save(  # noqa: PLR0917
     Args:
         shards: shards of this process by Hugging Face name (`Pipeline.parameter_shards()`).
         of_process: further tensors of this process by name.
-        metadata: further JSON values that resuming needs. Only the first process's are saved.
-        keep: checkpoints of later steps (left over if a run was resumed at an earlier one) stay, too, unless
+        metadata: further JSON values needed to resume. Only those of the first process are saved.
+        keep: checkpoints of later steps (left over if a run was resumed at an earlier step) are also kept, unless
             `abandon_later` has renamed them.
 
     Raises:
@@ -156,7 +156,7 @@ def save(  # noqa: PLR0917
 
 
 class _NewFolder:
-    """The folder of a checkpoint that is being saved, as one process sees it."""
+    """The folder of a checkpoint that is being saved, as seen by one process."""
 
     def __init__(self, folder: Path, step: int, save_id: str) -> None:
         self._folder, self._step, self._id = folder, step, save_id
@@ -165,7 +165,7 @@ class _NewFolder:
         self._writer = Writer(self.temporary, save_id)
 
     def make(self, needed: int) -> None:
-        """On the first process: take the lock, and make the folder if the disk has room for so many bytes."""
+        """On the first process: take the lock, and make the folder if the disk has room for `needed` bytes."""
         folder = self._folder
         if hold(folder):
             remove_stale(folder)
@@ -176,7 +176,7 @@ class _NewFolder:
         self.temporary.mkdir()
 
     def write(self, state: State, rank: int) -> dict[str, Any]:
-        """Write this process's file; return what the index needs to know of it."""
+        """Write this process's file; return the description of it that the index needs."""
         pieces = self._writer.write_part(state, rank)
         files = {path.name: asdict(hash_file(path)) for path in self.temporary.glob(f"__{rank}_*.distcp")}
         return {"pieces": pieces, "files": files}
@@ -219,14 +219,14 @@ def load(
     """Load a checkpoint into parameters, optimizer and scheduler, as `Pipeline.load_checkpoint` explains; return its
     metadata. Collective.
 
-    of_process: tensors of this process by name, overwritten by the saved ones: on all processes if as many have saved
-        theirs, else on the first one. They are undefined if the load fails.
+    of_process: tensors of this process by name, overwritten by the saved ones: on all processes if the checkpoint was
+        saved by the same number of processes, else on the first one. They are undefined if the load fails.
 
     All tensors are first read into new memory, or into host memory that a `HostAdamW` has not used yet: if anything
     fails on any process, parameters and optimizer have not changed. Then the parameters are overwritten in place, and
     the optimizer's state is replaced: created if it has never stepped, removed if the checkpoint has none. A warning
-    names parameters whose state begins anew although that of others was saved, such as newly trained ones. Every
-    parameter gets the options that it was saved with, even if the groups of processes were different.
+    names parameters that start with new state although state of others was saved, such as newly trained ones. Every
+    parameter gets the options that it was saved with, even if processes had different groups.
 
     Raises:
         InputError: names, shapes, dtypes, the kind of optimizer or scheduler, or their groups differ from the
@@ -276,14 +276,14 @@ def load(
 
 def _has_states(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint has optimizer state, or was saved without an optimizer; neither is true before the
-    first step, and of an optimizer that keeps no state."""
+    first step, or for an optimizer that keeps no state."""
     if any(key.startswith(OPTIMIZER) for key in checkpoint.manifest.tensors):
         return True
     return checkpoint.manifest.step > 0 and "optimizer" not in checkpoint.settings
 
 
 def _names_in_words(names: Sequence[str]) -> str:
-    """Return the first names and the number of the others."""
+    """Return the first names, and how many more there are, in words."""
     shown, omitted = [repr(name) for name in names[:SHOWN_NAMES]], len(names) - SHOWN_NAMES
     if omitted > 0:
         return f"{', '.join(shown)} and {omitted} more parameter{'' if omitted == 1 else 's'}"
@@ -297,14 +297,14 @@ def _names(shards: Parameters) -> dict[nn.Parameter, str]:
 def _put_in_place(temporary: Path, published: Path) -> None:
     """Publish a folder, even if the step has been saved before.
 
-    A run that takes the lock renames unpublished folders of the run before it, so the last rename of that run fails.
+    A run that takes the lock renames unpublished folders of the previous run, so that run's final rename fails.
     """
     replaced = published.with_name(f"{published.name}.replaced")
     existed = published.exists()
     if existed:
         if replaced.exists():
             discard(replaced)
-        published.rename(replaced)  # find_latest knows this name too, if we are killed before the next line
+        published.rename(replaced)  # find_latest also finds this name if we are killed before the next line
     try:
         temporary.rename(published)
     except OSError:

@@ -35,7 +35,7 @@ from evenpipe.checkpoints.storage import INDEX, RUN, check_marks, read_index, re
 from evenpipe.errors import InputError
 
 _REPLACED, _ABANDONED = ".replaced", ".abandoned"
-"""Endings of a checkpoint whose step is being saved again, and of one that the run has gone back behind."""
+"""Suffixes of a checkpoint whose step is being saved again, and of one that a run abandoned by going back before it."""
 _FOLDER_NAME = re.compile(rf"step-(\d{{8,}})({re.escape(_REPLACED)}|{re.escape(_ABANDONED)})?")
 _UNHEALTHY = "unhealthy"
 """Entry of the metadata of an unhealthy checkpoint."""
@@ -62,7 +62,7 @@ class ListedCheckpoint:
     @property
     def unhealthy(self) -> str | None:
         """Why the saved state may be ruined, from `Pipeline.save_checkpoint` or `mark_unhealthy`; None: it is healthy,
-        as far as the loop that saved it knows."""
+        as far as the training loop knows."""
         reason: str | None = self.metadata.get(_UNHEALTHY)
         return reason
 
@@ -78,7 +78,7 @@ class Checkpoint(ListedCheckpoint):
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A checkpoint that must not be used, and the reason, in words that follow its name and a colon."""
+    """A checkpoint that must not be used, and the reason, worded to follow its name and a colon."""
 
     path: Path
     reason: str
@@ -183,7 +183,7 @@ def find_step(folder: str | os.PathLike[str], step: int, process_group: dist.Pro
 
 
 def _first_sound(team: Team, candidates: Callable[[], list[Path]], folder: Path) -> Found:
-    """Return the first sound one of the candidates that the first process lists, all in one folder."""
+    """Return the first sound checkpoint among the candidates in a folder, as listed by the first process."""
     rejected: list[Rejected] = []
     for name in team.first(lambda: [path.name for path in candidates()]):
         path = folder / name
@@ -249,7 +249,7 @@ def _verify(path: Path, team: Team, named_step: int | None) -> Checkpoint:
 
 @contextlib.contextmanager
 def _damage_of_disk() -> Iterator[None]:
-    """Turn an error of the system into a DamagedError."""
+    """Turn an OSError into a DamagedError."""
     try:
         yield
     except OSError as error:
@@ -268,8 +268,8 @@ def _share(files: Mapping[str, FileEntry], team: Team) -> list[str]:
 
 
 def _candidates(folder: Path) -> list[tuple[int, Path]]:
-    """Return step and path of all folders named like checkpoints, newest first, and before any that it replaced.
-    Abandoned ones are none of them."""
+    """Return step and path of all folders named like checkpoints, newest first; a checkpoint precedes the one it
+    replaces. Abandoned ones are excluded."""
     try:
         paths = [path for path in folder.iterdir() if _FOLDER_NAME.fullmatch(path.name) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -287,7 +287,7 @@ def _step_of(path: Path) -> int:
 def delete_old(folder: Path, step: int, keep: int | None) -> None:
     """Delete checkpoints up to `step`, and abandoned ones, except the newest `keep` and the newest healthy one.
 
-    Only those that are complete by manifest and sizes count.
+    Only checkpoints that are complete by manifest and sizes count.
     """
     kept_count, has_healthy = 0, keep is None
     for older, path in _candidates(folder):
@@ -308,8 +308,8 @@ def delete_old(folder: Path, step: int, keep: int | None) -> None:
 
 
 def mark_unhealthy(folder: Path, step: int, reason: str) -> None:
-    """Mark the checkpoints of `step` and later as unhealthy, unless they are marked. Only for the holder of the
-    folder's lock. Raises OSError."""
+    """Mark the checkpoints of `step` and later as unhealthy, unless already marked. Only for the holder of the folder's
+    lock. Raises OSError."""
     for listed in list_checkpoints(folder):
         if listed.step >= step and listed.unhealthy is None:
             write_synced(listed.path / _MARK, (reason + "\n").encode())
@@ -318,11 +318,11 @@ def mark_unhealthy(folder: Path, step: int, reason: str) -> None:
 def abandon_later(folder: Path, step: int) -> list[int]:
     """Rename the checkpoints of steps after `step`, because the run continues from there; return their steps.
 
-    They are not found under the new name, and `delete_old` deletes those that the run has passed. Only for the holder
-    of the folder's lock. Raises OSError.
+    They are not found under the new name, and `delete_old` deletes them once the run has passed their steps. Only for
+    the holder of the folder's lock. Raises OSError.
     """
     abandoned = set()
-    for later, path in reversed(_candidates(folder)):  # if we are killed, the newest one still says that it was newest
+    for later, path in reversed(_candidates(folder)):  # if we are killed, the newest one still counts as the newest
         if later > step:
             target = path.with_name(f"step-{later:08d}{_ABANDONED}")
             if target.exists():

@@ -4,16 +4,16 @@ A lock of the kernel disappears with its holder, and works between machines only
 is a file that names its holder, `.evenpipe-lock-N`; the file with the highest N is the lock. A process takes it by
 creating the next number, which every file system grants to exactly one process (O_EXCL, also on NFS): two processes
 that find the same lock without a holder cannot both take it, and a crash leaves no doubt. Lower numbers are deleted;
-the highest one stays, with a note if it has been released.
+the highest remains, with a note if it has been released.
 
-Whether the holder still runs
-    on this machine     the kernel knows, by its process id and start
+Whether the holder is still running:
+    on this machine     the kernel knows, from its process id and start time
     on another          it touches the file every BEAT_SECONDS. If the file does not change for SILENCE_SECONDS, the
-                        holder is dead. Only the clock of the waiting process counts: clocks of machines may differ
-    in a copied folder  as on another machine: nobody touches the copy, whose inode differs from the one in its text
+                        holder is dead. Only the clock of the waiting process is used, since clocks may differ
+    in a copied folder  as on another machine: nobody touches the copy, whose inode differs from the recorded one
 
-A holder that seemed dead, or whose lock was taken by force, may still run: so `check` reads the lock again right before
-every checkpoint is published.
+A holder that seemed dead, or whose lock was taken by force, may still be running, so `check` reads the lock again right
+before every checkpoint is published.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Lock:
     text: dict[str, Any]
     """Empty while its holder writes it, or if the holder crashed while writing."""
     stamp: tuple[int, ...]
-    """Changes with every touch."""
+    """Changes every time the holder touches the file."""
     inode: int
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class _Lock:
         return f"process {self.text['pid']} on {self.text['host']} since {self.text['since']}"
 
     def holder_is_here(self) -> bool | None:
-        """Return whether the holder runs according to this machine's kernel; None: the kernel does not know."""
+        """Return whether the holder is running according to this machine's kernel; None: the kernel does not know."""
         if self.text.get("machine") != machine() or self.text["host"] != socket.gethostname():
             return None
         if started(self.text["pid"]) != self.text["started"]:
@@ -91,7 +91,7 @@ class _Lock:
 _claims: dict[str, Claim] = {}
 """Claims of this process, by folder."""
 _taken_by: dict[Claim, int] = {}
-"""Process ids: a fork has the claims of its parent, but must not touch or release them."""
+"""Process id that took each claim: a fork inherits the claims of its parent, but must not touch or release them."""
 _heart: threading.Thread | None = None
 
 
@@ -102,13 +102,13 @@ def claim(
     field: str = "folder",
     by_force: str = "evenpipe.checkpoints.prepare_folder(..., force=True)",
 ) -> Claim:
-    """Take the lock of a folder, and make the folder if necessary. A process that has the lock gets its claim again.
+    """Take the lock of a folder, and make the folder if necessary. A process that already has the lock gets its claim.
 
     Waits up to SILENCE_SECONDS if the holder is on another machine and may be dead. The lock is released at the end of
-    this process, or by `release`. Raises InputError if a running process has it, OSError as the file system does.
+    this process, or by `release`. Raises InputError if a running process holds it, and any OSError of the file system.
 
     force: take the lock even from a running holder, whose next `check` then fails.
-    field, by_force: name of the setting of the folder, and the way to set `force`; for the message.
+    field, by_force: for the error message: the setting that names the folder, and how to set `force`.
     """
     path = os.path.realpath(folder)
     Path(path).mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def join(claims: Iterable[Claim]) -> None:
 
 
 def hold(folder: str | os.PathLike[str]) -> bool:
-    """`check` if this process has or had the lock, else `claim`; return whether it was taken now."""
+    """`check` if this process has or had the lock, else `claim`; return whether the lock was taken by this call."""
     if os.path.realpath(folder) in _claims:
         check(folder)
         return False
@@ -188,7 +188,7 @@ def _newest(folder: str) -> _Lock | None:
         numbers = _numbers(folder)
         if not numbers:
             return None
-        with contextlib.suppress(FileNotFoundError):  # there is a newer one, and this one was deleted
+        with contextlib.suppress(FileNotFoundError):  # deleted because there is a newer one
             return _read(folder, max(numbers))
 
 
@@ -206,7 +206,7 @@ def _read(folder: str, number: int) -> _Lock:
 
 
 def _is_abandoned(folder: str, lock: _Lock, field: str, by_force: str) -> bool:
-    """Return True if the holder is dead, False if the lock has changed. Raises InputError if the holder runs."""
+    """Return True if the holder is dead, False if the lock has changed. Raises InputError if the holder is running."""
     runs = lock.holder_is_here()
     if runs is None:
         _log.warning("%s has the lock of %s: waiting up to %g s for a sign of life", lock, folder, SILENCE_SECONDS)
@@ -228,7 +228,7 @@ def _is_abandoned(folder: str, lock: _Lock, field: str, by_force: str) -> bool:
 
 
 def _take(folder: str, number: int, taken_from: str | None) -> Claim | None:
-    """Create the lock of that number. Return None if another process was faster."""
+    """Create the lock with this number. Return None if another process was faster."""
     claim = Claim(folder, number, secrets.token_hex(16), taken_from)
     try:
         file = claim._path.open("x", encoding="ascii")
@@ -248,7 +248,7 @@ def _take(folder: str, number: int, taken_from: str | None) -> Claim | None:
             file.write(_as_text(text))
             file.flush()
             os.fsync(file.fileno())
-        # A process that looked before this number was deleted creates it again, below the current lock.
+        # A process that listed the locks before this number was deleted creates it again, below the current lock.
         is_newest = _is(_newest(folder), claim)
     except OSError:
         claim._path.unlink(missing_ok=True)

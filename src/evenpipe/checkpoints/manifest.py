@@ -1,14 +1,14 @@
-"""The manifest of a checkpoint, which describes its files to the last bit. This module does not import torch.
+"""The manifest of a checkpoint, which describes its files down to the last bit. This module does not import torch.
 
-torch's distributed checkpoint reads a flipped byte like a weight, and unpickles its index before any check. So a
+torch's distributed checkpoint would load a flipped byte as a weight, and unpickles its index before any check. So a
 checkpoint is accepted only if its manifest, the file written last, is undamaged and every file that it names has the
-given size and hash. Otherwise there is a DamagedError with one sentence.
+given size and hash. Otherwise a DamagedError with one sentence is raised.
 
-The manifest protects itself: it contains the hash of its own content, and its bytes must be exactly those of writing
-the content again (sorted keys, one form of white space), so a flipped byte is always detected.
+The manifest protects itself: it contains the hash of its own content, and its bytes must be exactly those that
+writing the content again would give (sorted keys, fixed white space), so a flipped byte is always detected.
 
-Hashes alone would also accept files of two saves in one folder. So every save has an id, which the manifest and every
-other file contain (version 1 had no ids).
+Hashes alone would also accept a folder that mixes files of two saves. So every save has an id, which the manifest and
+every other file contain (version 1 had no ids).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DamagedError(InputError):
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """Size and hash of one file."""
+    """Size and hash of a file."""
 
     bytes: int
     sha256: str
@@ -46,7 +46,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Whole shape and dtype ("float32") of one tensor; its pieces may be in several files."""
+    """Full shape and dtype ("float32") of a tensor; its pieces may be in several files."""
 
     shape: tuple[int, ...]
     dtype: str

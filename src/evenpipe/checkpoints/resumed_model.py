@@ -1,5 +1,5 @@
-"""Checks that a checkpoint's weights belong to the given model; equal shapes do not prove it. And says what makes a
-resumed run differ from an uninterrupted one."""
+"""Checks that a checkpoint's weights belong to the given model; equal shapes do not prove it. Also reports what
+makes a resumed run differ from an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from evenpipe.model.config_changes import config_changes
 
 
 def check_same_model(checkpoint: Checkpoint, description: Description) -> list[str]:
-    """Refuse a checkpoint of a model that computes another function of the same weights. Call it before `load`.
+    """Refuse a checkpoint of a model that computes a different function with the same weights. Call it before `load`.
 
     `model_config` in its metadata is the transformers config of its training; without it nothing is compared. Returns a
     sentence for each different field that does not change the model's function, such as a dropout; raises InputError
@@ -39,9 +39,9 @@ def check_same_model(checkpoint: Checkpoint, description: Description) -> list[s
 
 
 def changes_of_draws(saved: Any, current: Mapping[str, Any]) -> list[str]:
-    """Return a sentence if layers draw other random numbers than in the run that has saved a checkpoint.
+    """Return a sentence if layers draw other random numbers than in the run that saved a checkpoint.
 
-    before, now: what they depend on, by name; None: an older checkpoint does not say.
+    saved, current: the values that the draws depend on, by name; None: an older checkpoint lacks them.
     """
     if not isinstance(saved, Mapping):
         return []

@@ -1,9 +1,9 @@
 """Settings of an optimizer and a scheduler, as JSON: learning rates, other options of groups, counters.
 
-An optimizer's groups differ from process to process, because each has other parameters. So options are saved by
-parameter name, and a group gets back the options of its own parameters, in any layout. A scheduler keeps lists with one
-entry per group, so it requires the same number of groups on every process, counting empty ones; its state is then the
-same everywhere.
+An optimizer's groups differ between processes, because each has different parameters. So options are saved by parameter
+name, and a group gets back the options of its parameters in any layout. A scheduler keeps lists with one
+entry per group, so it requires the same number of groups on every process, counting empty ones; its state is then
+identical everywhere.
 
     {"optimizer": {"type": "AdamW", "groups": [{"lr": 0.001, ...}, ...], "group_of": {"lm_head.weight": 0, ...}},
      "scheduler": {"type": "LambdaLR", "groups": 2, "state": {...}}}
@@ -117,7 +117,7 @@ def plan_settings(
         for group, options in groups:
             for name, value in options.items():
                 held = group.get(name)
-                if isinstance(held, Tensor):  # a learning rate that a compiled step reads
+                if isinstance(held, Tensor):  # a learning rate read by a compiled step
                     held.fill_(value)
                 else:
                     group[name] = value
@@ -139,7 +139,8 @@ def _check_pair(optimizer: Optimizer | None, scheduler: Any) -> None:
 
 
 def _kind(optimizer: Optimizer) -> str:
-    """Return the name of an optimizer's torch class, which does not depend on moments on the host, or of its own."""
+    """Return the name of an optimizer's torch base class, which is the same with moments on the host; without such a
+    class, the name of its type."""
     for kind in type(optimizer).__mro__:
         if kind.__module__.startswith("torch.optim") and kind is not Optimizer:
             return kind.__name__
@@ -147,7 +148,8 @@ def _kind(optimizer: Optimizer) -> str:
 
 
 def _options_of_group(saved: Mapping[str, Any], index: int, parameters: Sequence[str], where: str) -> dict[str, Any]:
-    """Return the saved options of a group's parameters, or of its index if it is empty; none if none were saved."""
+    """Return the saved options of a group's parameters, or those of the same index if the group is empty; an empty dict
+    if none were saved."""
     groups = saved["groups"]
     options = {name: groups[saved["group_of"][name]] for name in parameters if name in saved["group_of"]}
     if not parameters and index < len(groups):

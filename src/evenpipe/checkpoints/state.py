@@ -1,8 +1,8 @@
 """The tensors of this process in a checkpoint: their keys, and their destinations when they are loaded.
 
 Keys: `parameters.<name>` and `optimizer.<state>.<name>`, with Hugging Face names, without numbers of groups or
-processes. Optimizer state that is cut like its parameter has the same placement; other tensors are whole. What belongs
-to a process has the key `process.<rank>.<name>`.
+processes. Optimizer state that is cut like its parameter has the same placement; other tensors are whole. Tensors
+that belong to a process have the key `process.<rank>.<name>`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPTIMIZER = "optimizer."
 PROCESS = "process."
 
 Parameters = Mapping[str, Held[nn.Parameter]]
-"""This process's parts, by Hugging Face name, as from `Pipeline.parameter_shards()`. First copies are saved."""
+"""This process's shards by Hugging Face name, as from `Pipeline.parameter_shards()`. First copies are saved."""
 State = dict[str, Held[Tensor]]
 """By key."""
 
@@ -38,7 +38,7 @@ def parameter_names(manifest: Manifest) -> list[str]:
 
 
 def tensors_to_save(shards: Parameters, optimizer: torch.optim.Optimizer | None) -> State:
-    """Return this process's part of a checkpoint. The tensors are those in use, not copies. Optimizer state that does
+    """Return this process's share of a checkpoint. The tensors are those in use, not copies. Optimizer state that does
     not exist (before the first step, or for a frozen parameter) is not saved.
 
     Raises InputError for state of the optimizer that is neither one number nor has its parameter's rows.
@@ -81,8 +81,8 @@ def process_state(tensors: Mapping[str, Tensor], rank: int) -> State:
 
 
 def saved_process_state(manifest: Manifest, tensors: Mapping[str, Tensor], rank: int, processes: int) -> State:
-    """Return those of this process's tensors that are read: saved with this shape, and by as many processes as there
-    are now. The first process reads its tensors in any case."""
+    """Return the tensors of this process to read: saved with the same shape and dtype, by the same number of processes
+    as now. The first process reads its tensors in any case."""
     saved = {key.split(".")[1] for key in manifest.tensors if key.startswith(PROCESS)}
     state = process_state(tensors, rank)
     if rank and len(saved) != processes:
@@ -100,12 +100,12 @@ class StatePlan:
     """New tensors to read into, and their destinations."""
 
     state: State = field(default_factory=dict)
-    """Tensors to read, by key: those below."""
+    """Tensors to read, by key: those of the fields below."""
     parameters: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
     optimizer_states: list[tuple[dict[Any, Any], nn.Parameter, dict[str, Tensor]]] = field(default_factory=list)
     """The optimizer's dictionary, the parameter, its new state."""
     without_state: list[str] = field(default_factory=list)
-    """Parameters that the optimizer trains, but of which the checkpoint has no state."""
+    """Parameters that the optimizer trains, but for which the checkpoint has no state."""
 
     def put_in_place(self) -> None:
         """Overwrite the parameters in place (there may be views of them) and replace the optimizer's state."""
@@ -166,7 +166,7 @@ def plan_state(manifest: Manifest, shards: Parameters, optimizer: torch.optim.Op
 
 
 def _check_shape(name: str, shard: Held[nn.Parameter]) -> None:
-    """Assert that a part has the size of its placement: it would be saved at a wrong place without an error."""
+    """Assert that a shard has the size of its placement: otherwise it would silently be saved at the wrong offset."""
     held, expected = tuple(shard.tensor.shape), shard.placement.local_shape
     assert held == expected, f"{name}: this process holds {held}, not {expected} of {shard.placement}"
 
@@ -195,7 +195,7 @@ def _saved_states(manifest: Manifest) -> dict[str, dict[str, TensorEntry]]:
 
 
 def _state_device(state: str, parameter: nn.Parameter, group: Mapping[str, Any]) -> torch.device:
-    """Return the device on which torch's load_state_dict puts state: that of its parameter, or mostly the CPU for step
+    """Return the device on which torch's load_state_dict puts state: that of its parameter, or usually the CPU for step
     counts."""
     if state == "step" and not (group.get("capturable") or group.get("fused")):
         return torch.device("cpu")
@@ -203,7 +203,7 @@ def _state_device(state: str, parameter: nn.Parameter, group: Mapping[str, Any])
 
 
 def _is_same_on_all(parameter: nn.Parameter, state: str, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether state of rows belongs to the whole parameter, according to the optimizer."""
+    """Return whether, according to the optimizer, state of a row-sharded parameter belongs to the whole parameter."""
     return isinstance(optimizer, Adafactor) and optimizer.is_same_on_all(parameter, state)
 
 

@@ -1,12 +1,12 @@
-"""Storage below torch's distributed checkpoint: an index that cannot run code, plain errors, and files that name their
-save.
+"""Storage backend of torch's distributed checkpoint: an index that cannot run code, plain errors, and files that name
+their save.
 
-torch coordinates a save by sending pickles. Here each process writes its own part and describes it in JSON, from which
-the first process makes torch's index; nothing else is sent.
+torch coordinates a save by sending pickles. Here each process writes its share and describes it in JSON, from which the
+first process builds torch's index; nothing else is sent.
 
 The index `.metadata` is a pickle, which torch reads with `pickle.load`. A manifest only proves that a folder has not
 changed, and anyone may have written it. So the index is read with an unpickler that accepts only ten names of torch and
-its dtypes, and is then compared with the manifest. torch reads tensors with `weights_only=True`.
+its dtypes, and the index is then compared with the manifest. torch reads tensors with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ RUN = "run.json"
 """Everything except tensors."""
 
 _MARK_BYTES = 64
-"""Length of the first line of a file of tensors, which names the save. torch reads from offsets after it."""
+"""Length of the first line of a tensor file, which names the save. torch reads from offsets after it."""
 
 _CLASSES = {
     ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),  # looks a layout up by its name
+    ("torch.serialization", "_get_layout"),  # looks up a layout by its name
     ("torch.distributed.checkpoint.metadata", "Metadata"),
     ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
     ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
@@ -83,7 +83,7 @@ class Writer(FileSystemWriter):
         self.fs = _MarkedFiles(save_id)
 
     def write_part(self, state: Mapping[str, Held[torch.Tensor]], rank: int) -> list[dict[str, Any]]:
-        """Write the tensors of this process; return a description of their places, as JSON, for `write_index`."""
+        """Write the tensors of this process; return a description of their locations, as JSON, for `write_index`."""
         items, tensors = [], {}
         for key, held in state.items():
             kind = WriteItemType.SHARD if held.placement.cuts else WriteItemType.TENSOR
@@ -91,7 +91,7 @@ class Writer(FileSystemWriter):
             for index, chunk, tensor in _chunks(key, held):
                 items.append(WriteItem(index, kind, tensor_data=TensorWriteData(chunk, properties, shape)))
                 tensors[index] = tensor
-        # It names the file by the index in the list.
+        # torch names the file by the index in the list.
         plan = self.prepare_global_plan([SavePlan([])] * rank + [SavePlan(items)])[rank]
         with _disk_errors(self.path):
             written = self.write_data(plan, _Tensors(tensors)).wait()  # type: ignore[arg-type]  # it resolves data
@@ -126,7 +126,7 @@ class Writer(FileSystemWriter):
 
 
 class _Tensors(DefaultLoadPlanner):
-    """Knows the tensors to write, or to read into: what storage asks of a planner of torch."""
+    """Maps indices to the tensors to write or read into, as torch's storage expects of a planner."""
 
     def __init__(self, tensors: Mapping[MetadataIndex, torch.Tensor]) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class _Tensors(DefaultLoadPlanner):
 
 
 class _MarkedFiles(FileSystem):
-    """Writes the id of the save at the start of every file of tensors."""
+    """Writes the id of the save at the start of every tensor file."""
 
     def __init__(self, save_id: str) -> None:
         self._mark = _mark(save_id)
@@ -155,8 +155,8 @@ class _MarkedFiles(FileSystem):
 
 
 def check_marks(folder: Path, manifest: Manifest) -> None:
-    """Compare the id in every file of tensors with that of the manifest, if it names one. Raises DamagedError if a file
-    comes from another save or does not name one, OSError if it cannot be read."""
+    """Compare the id in every tensor file with that of the manifest, if it has one. Raises DamagedError if a file comes
+    from another save or has no id, OSError if it cannot be read."""
     if manifest.id is None:
         return
     for name in manifest.files.keys() - {INDEX, RUN}:
@@ -191,8 +191,8 @@ def read_run(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], dict[str
 
 
 def read_state(folder: Path, index: Metadata, state: Mapping[str, Held[torch.Tensor]]) -> None:
-    """Fill tensors, by key, from a verified folder with the index of `read_index`, whatever the parts that were saved.
-    No communication. Raises RunError if a file cannot be read."""
+    """Fill tensors, by key, from a verified folder with the index of `read_index`, regardless of how they were split
+    when saved. No communication. Raises RunError if a file cannot be read."""
     items, tensors = [], {}
     for key, held in state.items():
         chunks = []
@@ -206,13 +206,13 @@ def read_state(folder: Path, index: Metadata, state: Mapping[str, Held[torch.Ten
     reader.set_up_storage_reader(index, is_coordinator=True)
     try:
         reader.read_data(LoadPlan(items), _Tensors(tensors)).wait()
-    except Exception as error:  # of torch, for a file that has changed since it was verified
+    except Exception as error:  # raised by torch if a file has changed since it was verified
         reason = describe_os_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise RunError(f"the checkpoint {str(folder)!r} cannot be read: {reason}") from error
 
 
 def _chunks(key: str, held: Held[torch.Tensor]) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata, torch.Tensor]]:
-    """Yield the boxes of a tensor: names, places in the whole, and views."""
+    """Yield the boxes of a tensor: index, location in the full tensor, and view."""
     for box in held.placement.boxes():
         offsets = torch.Size(box.offsets)
         chunk = ChunkStorageMetadata(offsets, torch.Size(box.sizes))
@@ -221,7 +221,7 @@ def _chunks(key: str, held: Held[torch.Tensor]) -> Iterator[tuple[MetadataIndex,
 
 def read_index(folder: Path, manifest: Manifest) -> Metadata:
     """Return the index of a folder, compared with its manifest. Runs no code from the file. Raises DamagedError if it
-    names other things than tensors, or does not agree with the manifest; OSError if it cannot be read."""
+    names anything but tensors, or does not agree with the manifest; OSError if it cannot be read."""
     content = (folder / INDEX).read_bytes()
     try:
         index: Metadata = _IndexUnpickler(io.BytesIO(content)).load()
@@ -251,7 +251,7 @@ def _mark(save_id: str) -> bytes:
 
 
 def _piece_to_json(item: WriteItem, result: WriteResult) -> dict[str, Any]:
-    """Describe a tensor or its local rows, with file and offset."""
+    """Describe a tensor or its local rows, including file and offset."""
     data, location = item.tensor_data, result.storage_data
     assert data is not None, item.index
     return {
@@ -284,7 +284,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _check_index(index: Any, manifest: Manifest) -> None:
-    """Check all that reading relies on: only tensors, whole ones, in files of the manifest."""
+    """Check everything that reading relies on: only tensors, complete ones, in files of the manifest."""
     if not all(isinstance(entry, TensorStorageMetadata) for entry in index.state_dict_metadata.values()):
         raise DamagedError(f"{INDEX} contains an entry that is not a tensor")
     if manifest.id is not None and index.storage_meta.save_id != manifest.id:

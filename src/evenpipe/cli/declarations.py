@@ -38,7 +38,7 @@ _ENTRY = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """The description of an option with its names, or of an argument without."""
+    """The description of an option, with its names, or of an argument, without names."""
 
     names: tuple[str, ...]
     metavar: str | None
@@ -46,8 +46,8 @@ class _Entry:
 
 
 def for_typer(run: Callable[..., int], common: str) -> Callable[..., int]:
-    """A command with the annotations that typer reads, and with what else its docstring says. `common`: descriptions
-    for options that the docstring does not describe."""
+    """A command with the annotations that typer reads, and with the rest of its docstring. `common`: descriptions of
+    options that the docstring does not describe."""
     text = inspect.getdoc(run) or ""
     entries = [*_entries(common), *_entries(text)]
     described = {name.lstrip("-").replace("-", "_"): entry for entry in entries for name in entry.names}
@@ -100,7 +100,7 @@ def _entries(text: str) -> list[_Entry]:
 
 
 def _unwrapped(annotation: Any) -> tuple[Any, dict[str, Any]]:
-    """The type of an option without the limits of numbers, and these."""
+    """The type of an option without numeric limits, and the limits."""
     members = [member for member in get_args(annotation) if member is not NoneType]
     optional = NoneType in get_args(annotation)
     kind = members[0] if optional and len(members) == 1 else annotation
@@ -112,7 +112,7 @@ def _unwrapped(annotation: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def accepted(command: Callable[..., int], option: str, value: str) -> str:
-    """What an option of a command of `for_typer` accepts, in words. `value`: what it got instead."""
+    """The values that an option of a `for_typer` command accepts, in words. `value`: the value it got instead."""
     kind, info = get_args(inspect.signature(command).parameters[option].annotation)
     if NoneType in get_args(kind):
         kind = next(member for member in get_args(kind) if member is not NoneType)

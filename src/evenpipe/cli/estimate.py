@@ -37,7 +37,7 @@ AS_IN_RECIPE = (
     *("dp", "ep", "tp", "cp", "pp", "context_exchange"),
     *("microbatches", "microbatch_size", "slices", "dp_shard", "reshard"),
 )
-"""Options that the recipe has, too."""
+"""Options that the recipe also has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class RecipeOptions:
 
         schedule: Any = self.schedule
         options = options_of_generators(self.stages_per_device, self.group_size, self.max_in_flight)
-        if self.schedule.endswith(".csv"):  # its passes; transfers are placed anew
+        if self.schedule.endswith(".csv"):  # only its passes; transfers are placed again
             microbatches = self.microbatches or MICROBATCHES_PER_DEVICE * self.pp
             schedule, options = generate(self.schedule, self.pp, microbatches, **options), {}
         split, longest = self.layers_per_stage, model.maximum_length
@@ -188,7 +188,7 @@ def run(
         trained.kernels in {EVENPIPE, COMPILED} and trained.optimizer == "adamw" and recipe.vocabulary == "redistribute"
     )
     if machine is not None and known_gpu(machine.name) and as_run:
-        # A run takes other layers on this GPU than those that its times suggest, if only those fit.
+        # If the split by time does not fit this GPU, a run uses another split of layers that fits.
         problem = problem_of_run(
             trained.description,
             machine,
@@ -232,7 +232,7 @@ def run(
 
 
 def _checkpointing(text: str, layers: int) -> str | tuple[str, ...]:
-    """Return the choice of all layers, or with /N behind it that of every Nth and "none" of the others."""
+    """Return the choice for all layers or, with /N appended, for every Nth layer, with "none" for the others."""
     choice, slash, every = text.partition("/")
     if not slash:
         return choice

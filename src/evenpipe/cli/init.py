@@ -56,8 +56,8 @@ def run(
 
 
 def _write(path: Path, model: str | None, data: str | None, processes: int | None) -> tuple[str, ...]:
-    """Write the configuration, and return what is to be said about the data. Mistakes are found before torch is
-    imported, where possible."""
+    """Write the configuration, and return remarks about the data. Mistakes are detected before torch is imported, where
+    possible."""
     _check_model(model)
     source = None
     if data is not None:

@@ -45,10 +45,10 @@ COMMANDS = {
     "export": "write a checkpoint as a Hugging Face folder",
     "schema": "print the JSON schema of a configuration or another file, for editors",
 }
-"""Command -> summary; the function `run` of the module `evenpipe.cli.COMMAND` declares and does it."""
+"""Command -> summary; the function `run` of the module `evenpipe.cli.COMMAND` declares and implements it."""
 
 GROUPS = {"schedule": ("simulate", "draw", "check", "search")}
-"""Commands that can also be written behind the name of a group, as in `evenpipe schedule check`."""
+"""Commands that can also be written after the name of a group, as in `evenpipe schedule check`."""
 
 OVERRIDE = re.compile(r"\w+(\.\w+)+=")
 """Start of an argument that replaces a value of the configuration."""
@@ -60,7 +60,7 @@ SUMMARY = "Pipeline-parallel training for Hugging Face language models, with not
 EXIT_CODES = "exit codes: 0 done, 1 the answer is no, 2 the input is wrong, 3 the run failed"
 TYPER: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None, "no_args_is_help": True}
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-MORE = {"allow_extra_args": True}  # to refuse them in a sentence
+MORE = {"allow_extra_args": True}  # so that our own message refuses them
 USAGE_ERROR: Any = typer.BadParameter.__base__  # typer has no public name for it
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from evenpipe.schedule.placement import Edge
 
 SEQUENCE = 4096
-"""Default tokens per sequence, if the model takes as many."""
+"""Default tokens per sequence, if the model accepts that many."""
 MOST_GPUS = 100_000
 """Largest accepted number of GPUs; this many can already be arranged in thousands of ways."""
 Gpus = Annotated[int, typer.Option(min=1, max=MOST_GPUS)]
@@ -82,7 +82,7 @@ last stage, E with F and G with W of the first stage."""
 
 
 def written(name: str) -> str:
-    """A parameter as the option that the user writes."""
+    """The option, as the user writes it, for a parameter name."""
     return f"--{name.rstrip('_').replace('_', '-')}"
 
 
@@ -139,7 +139,7 @@ def check_output(path: Path | None, suffix: str) -> None:
 
 
 def belongs_to_configuration(option: str, model: str) -> InputError:
-    """The error about an option beside a configuration, which says the same itself."""
+    """The error about an option given with a configuration file, which already contains that value."""
     name = option.replace("_", "-")
     return InputError(f"--{name} is for models given by name, folder or config.json, but {plain(model)} has its own")
 

@@ -36,14 +36,14 @@ BATCH_TOKENS = 2**22
 """Default tokens of a step, or one sequence per GPU if that is more."""
 NUMBERS = ("dp", "ep", "tp", "cp", "pp", "zero", "dp_shard", "microbatch_size", "slices", "stages_per_device")
 CHOICES = (*NUMBERS, "schedule", "vocabulary", "checkpointing", "host_share", "offload")
-"""Choices of the search, and those that are numbers."""
+"""Choices of the search; `NUMBERS` are the numeric ones."""
 FIELDS = {
     "microbatch_size": "microbatch_sizes",
     "schedule": "schedules",
     "vocabulary": "vocabularies",
     "host_share": "host_shares",
 }
-"""Fields of `Space` that are called otherwise than the option."""
+"""Fields of `Space` whose names differ from the option."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +327,7 @@ def _share(text: str) -> float | None:
 
 
 def _write(result: Found, run: PlannedRun, path: Path, hardware: str, *, quiet: bool) -> None:
-    """Write the best plan that can run, and say if better plans are estimates only, and what is to be replaced."""
+    """Write the best plan that can run; report whether better plans are estimates only, and fields to replace."""
     from evenpipe.plan.runnable import refusal
     from evenpipe.train.config_file import sections
     from evenpipe.train.new_config import how_to_train

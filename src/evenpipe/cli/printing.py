@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from evenpipe.compare.case_report import CaseTable
 
 EVERY_SECONDS = 60.0
-"""Time between two lines of progress where stderr is no terminal."""
+"""Time between two progress lines if stderr is not a terminal."""
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -30,7 +30,7 @@ def say_json(values: Mapping[str, Any]) -> None:
 
 
 def say_report(report: Any, *, as_json: bool) -> None:
-    """Print what has both forms: `text()` for people, `to_dict()` for programs."""
+    """Print a report that has both forms: `text()` for people, `to_dict()` for programs."""
     if as_json:
         say_json(report.to_dict())
     else:

@@ -1,8 +1,8 @@
 """Exports a checkpoint to a Hugging Face folder, in one process and without a pipeline.
 
-The checkpoint is verified first. Then whole tensors of any layout are read one by one and written, under their names on
-disk, to safetensors files; at most one of these files (`max_shard_size`) is in memory. A tied head is left out: the
-embedding contains it. What was not trained (config.json, generation_config.json, Python code, the tokenizer) is written
+The checkpoint is verified first. Then each tensor is assembled from any layout and written, under its name on disk, to
+a safetensors file; at most one of these files (`max_shard_size`) is in memory. A tied head is left out: the embedding
+contains it. Everything that is not trained (config.json, generation_config.json, Python code, the tokenizer) is written
 as in the folder that training began with.
 
 Entries of run.json for the export, which `Pipeline.save_checkpoint` writes:
@@ -180,7 +180,7 @@ def _config(kind: str, values: Mapping[str, Any], where: str) -> PreTrainedConfi
 
 
 def _describe_by_code(checkpoint: Checkpoint) -> Description:
-    """Return the model of the config and the code that the checkpoint has kept."""
+    """Return the model defined by the config and code saved in the checkpoint."""
     files = _read_origin(checkpoint, ()).files
     if CONFIG not in files:
         raise InputError(f"the checkpoint {str(checkpoint.path)!r} cannot be exported: it has no code of its model")
@@ -203,7 +203,7 @@ def _read_origin(checkpoint: Checkpoint, names: Iterable[str]) -> Origin:
 
 
 def _origin(checkpoint: Checkpoint, description: Description) -> Origin:
-    """Return what the trained model was made from, as far as the checkpoint says it."""
+    """Return the origin of the trained model, as far as the checkpoint records it."""
     origin = _read_origin(checkpoint, description.shapes)
     if "generation_config" in checkpoint.extra:
         text = generation_text(GenerationConfig.from_dict(dict(checkpoint.extra["generation_config"])))
@@ -249,7 +249,7 @@ def _check_place(output: Path) -> None:
 def _check_contents(output: Path, names: set[str]) -> None:
     """Raise InputError unless the output is new, empty or an earlier export.
 
-    names: files of this export, besides those of every export.
+    names: files of this export, in addition to those of every export.
     """
     known = {CONFIG, GENERATION_CONFIG, INDEX, *TOKENIZER_FILES, *names} | {name.partition("/")[0] for name in names}
     for path in sorted(output.iterdir()) if output.exists() else []:
@@ -262,7 +262,7 @@ def _check_contents(output: Path, names: set[str]) -> None:
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype | None:
-    """Return a dtype by its name; None for that of the source."""
+    """Return a dtype by its name; None for "source"."""
     name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
     if name not in ("source", *DTYPES):
         raise refused("dtype", name, f"one of source, {', '.join(DTYPES)}")
@@ -270,7 +270,7 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype | None:
 
 
 def _sync(folder: Path) -> None:
-    """Wait until the folder is on the disk, before it replaces another."""
+    """Wait until the folder is on the disk, before it replaces another folder."""
     for path in folder.rglob("*"):
         if path.is_dir():
             continue

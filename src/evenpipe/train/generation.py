@@ -1,4 +1,4 @@
-"""Text from an exported model, on the CPU, with transformers only."""
+"""Generates text with an exported model, on the CPU, using only transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from evenpipe.words import refused, show
 
 
 def _model_in(folder: Path) -> Path:
-    """Return the folder itself, or the exported model of a run in it; a run has its own config.json, too."""
+    """Return the folder, or the exported model inside it if it is the folder of a run, which also has a config.json."""
     exported = folder / "model"
     if (exported / "config.json").is_file() and not any(folder.glob("*.safetensors")):
         return exported

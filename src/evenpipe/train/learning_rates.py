@@ -3,10 +3,10 @@
     cosine               \\__       linear   \\      constant  ____      warmup-stable-decay  ___
                         /   \\_              / \\               /                              /   \\_
 
-Step k here has the rate of step k + 1 in `get_scheduler` with one more warm-up step. There the first step has rate 0
-and trains nothing, and only the step after the last one has the lowest rate. Two more differences: "linear" ends at the
-lowest rate, like `get_polynomial_decay_schedule_with_warmup` with power 1, and the warm-up of "warmup-stable-decay"
-starts at 0, like all others.
+Step k here has the rate of step k + 1 in `get_scheduler` with one more warm-up step: in `get_scheduler`, the first step
+has rate 0 and trains nothing, and only the step after the last one has the lowest rate. Two more differences:
+"linear" ends at the lowest rate, like `get_polynomial_decay_schedule_with_warmup` with power 1, and the warm-up of
+"warmup-stable-decay" starts at 0, like all others.
 """
 
 from __future__ import annotations

@@ -113,9 +113,7 @@ def _check_schedule(config: Config, layers: int) -> None:
             microbatches,
             f"{order.microbatches}, as many as the order in {pipeline.schedule} has",
         )
-    if recipe.costs is not None or not isinstance(
-        recipe.schedule, str
-    ):  # is it sound, in this mode, and with a time for every pass?
+    if recipe.costs is not None or not isinstance(recipe.schedule, str):  # sound, in this mode, a time for all?
         plan_program(recipe.schedule, devices, microbatches, recipe.vocabulary, recipe.costs, **recipe.options)
     stages, split = order.placement.stages, pipeline.layers_per_stage
     if split is not None and len(split) != stages:

@@ -34,13 +34,13 @@ class DeviceReport:
     layers: int
     """Number of transformer layers on the device."""
     vocabulary_rows: int
-    """Number of rows of the output layer's matrix of this process."""
+    """Number of rows of the output layer's matrix on this process."""
     stages: tuple[int, ...]
     """Numbers of the stages on the device."""
     replica: int = 0
     tensor_rank: int = 0
     context_rank: int = 0
-    """Which of the processes that share the device's layers."""
+    """Rank among the processes that share the device's layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +56,14 @@ class ScheduleReport:
     microbatches: int
     """Microbatches per step and replica."""
     communicators: int
-    """Communicators for the transfers of one replica."""
+    """Communicators for the transfers of a replica."""
     in_flight: tuple[int, ...]
     """Maximum number of stage activations on each device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A simulated step of one vocabulary mode. Both predictions have the same unit of time."""
+    """A simulated step in a vocabulary mode. Both predictions use the same unit of time."""
 
     vocabulary: str
     makespan: float
@@ -74,7 +74,7 @@ class Prediction:
 
     @property
     def mean_busy(self) -> float:
-        """Share (0 to 1) of the makespan that devices compute, averaged over all devices."""
+        """Share (0 to 1) of the makespan that devices spend in passes, averaged over all devices."""
         return sum(self.busy) / (len(self.busy) * self.makespan)
 
     @property
@@ -103,7 +103,7 @@ class TrainingReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineReport:
-    """What the processes on the machine of the first process share."""
+    """Resources shared by the processes on the machine of the first process."""
 
     processes: int = 1
     threads: int = 1

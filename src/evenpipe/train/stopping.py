@@ -10,7 +10,7 @@ from evenpipe.train.config import Config
 
 
 def say_stop(config: Config, number: int, ends: bool) -> None:
-    """Print the effect of a signal: the first one lets the step finish, a second one `ends` the run."""
+    """Print the effect of a signal: the first lets the step finish, the second `ends` the run."""
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     if ends:
         text = f"{name}: ended at once; {_lost(config)}"

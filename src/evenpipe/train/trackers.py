@@ -29,9 +29,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raise InputError for a tracker that is not installed, without importing it."""
     for name in names:
         spec = importlib.util.find_spec(name)
-        if (
-            spec is None or spec.origin is None
-        ):  # a folder of that name, as wandb creates, is no package
+        if spec is None or spec.origin is None:  # a folder of that name, as wandb creates, is no package
             raise InputError(f'output.trackers names "{name}", which is not installed: pip install {name}')
 
 
