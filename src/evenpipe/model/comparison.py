@@ -99,16 +99,18 @@ def _check_stages(copy: SmallCopy, split: Split | None) -> None:
     small = copy.description
     bounds = itertools.pairwise((0, 1, small.layers - 1, small.layers))
     stages: list[Stage] = []
-    for way in (None,) if split is None else (None, split):
-        cut = f"a small copy of it, cut in three{', its backward split,' if way else ','}"
+    for splitter in (None,) if split is None else (None, split):
+        cut = f"a small copy of it, cut in three{', its backward split,' if splitter else ','}"
         refuse = f"{small.architecture} cannot be trained in stages: {cut}"
-        behind: list[Callable[[], None]] = []
+        weight_backwards: list[Callable[[], None]] = []
         for batch, expected in references(copy):
             try:
                 stages = stages or [build_filled_stage(copy, first, last) for first, last in bounds]
-                if way is not None:
-                    behind = behind or [way(stage) for stage in stages]
-                found = result_of_stages(small, stages, batch, expected.logits_dtype, behind=behind)
+                if splitter is not None:
+                    weight_backwards = weight_backwards or [splitter(stage) for stage in stages]
+                actual = result_of_stages(
+                    small, stages, batch, expected.logits_dtype, weight_backwards=weight_backwards
+                )
             except InputError as error:
                 raise InputError(f"{refuse} does not run: {error}") from error
             except Exception as error:  # families raise many types when their parts do not fit
@@ -116,7 +118,7 @@ def _check_stages(copy: SmallCopy, split: Split | None) -> None:
                     f"{refuse} does not run ({type(error).__name__}: {first_line(error)}), so its layers need something"
                     " of the model around them besides the hidden states."
                 ) from error
-            compare(refuse, tolerance(copy.dtype, rounds=expected.rounds), found, expected)
+            compare(refuse, tolerance(copy.dtype, rounds=expected.rounds), actual, expected)
 
 
 def build_filled_stage(copy: SmallCopy, first: int, last: int, **tensor: Any) -> Stage:
@@ -142,13 +144,13 @@ def contains_cast(result: Tensor) -> bool:
     return any(node.name().startswith("ToCopy") for node in graph_nodes(result))
 
 
-def relative_error(ours: Tensor | None, theirs: Tensor | None, least: float = 0.0) -> float:
+def relative_error(ours: Tensor | None, theirs: Tensor | None, min_norm: float = 0.0) -> float:
     """Return the relative Frobenius error of a tensor, None for zeros; infinity if it is not finite.
 
     Args:
         least: the norm against which a smaller one is measured.
     """
-    norm = max(least, 0.0 if theirs is None else theirs.norm().item())
+    norm = max(min_norm, 0.0 if theirs is None else theirs.norm().item())
     if ours is not None and theirs is not None:
         ours = ours - theirs
     elif ours is None:
@@ -157,29 +159,29 @@ def relative_error(ours: Tensor | None, theirs: Tensor | None, least: float = 0.
     return distance / norm if norm and math.isfinite(distance) else math.inf
 
 
-def gradient_errors(found: Gradients, expected: Gradients, floor: float = 1e-6) -> dict[str, float]:
+def gradient_errors(actual: Gradients, expected: Gradients, floor: float = 1e-6) -> dict[str, float]:
     """Return the relative error of each gradient.
 
     Args:
         floor: a gradient that is zero except for rounding is measured against this share of the largest norm.
     """
-    least = floor * max(0.0 if gradient is None else gradient.norm().item() for gradient in expected.values())
-    return {name: relative_error(found[name], gradient, least) for name, gradient in expected.items()}
+    min_norm = floor * max(0.0 if gradient is None else gradient.norm().item() for gradient in expected.values())
+    return {name: relative_error(actual[name], gradient, min_norm) for name, gradient in expected.items()}
 
 
-def compare(refuse: str, most: float, found: Result, expected: Result, floor: float = 1e-6) -> None:
+def compare(refuse: str, max_error: float, actual: Result, expected: Result, floor: float = 1e-6) -> None:
     """Raise InputError, its text beginning with `refuse`, if results differ by more than `most`; `floor`: see
     `gradient_errors`."""
     refuse = f"{refuse} differs from the whole in"
     reason = "so more than the hidden states passes between its layers, or they depend on where they stand"
-    if found.gradients.keys() != expected.gradients.keys():
-        names = ", ".join(sorted(found.gradients.keys() ^ expected.gradients.keys())[:4])
+    if actual.gradients.keys() != expected.gradients.keys():
+        names = ", ".join(sorted(actual.gradients.keys() ^ expected.gradients.keys())[:4])
         raise InputError(f"{refuse} the parameters it has ({names}).")
-    if not abs(found.loss - expected.loss) <= most * max(1.0, abs(expected.loss)):
-        raise InputError(f"{refuse} the loss ({found.loss:.9g} against {expected.loss:.9g}), {reason}.")
-    errors = gradient_errors(found.gradients, expected.gradients, floor)
+    if not abs(actual.loss - expected.loss) <= max_error * max(1.0, abs(expected.loss)):
+        raise InputError(f"{refuse} the loss ({actual.loss:.9g} against {expected.loss:.9g}), {reason}.")
+    errors = gradient_errors(actual.gradients, expected.gradients, floor)
     worst = max(errors, key=errors.__getitem__)
-    if not errors[worst] <= most:
+    if not errors[worst] <= max_error:
         raise InputError(f"{refuse} the gradient of {worst} (relative error {errors[worst]:.1e}), {reason}.")
 
 
@@ -218,9 +220,9 @@ def _whole_result(small: Description, batch: Batch) -> Result:
     (tokens, labels, mask), model, router = batch, small.model, small.router_loss
     model.zero_grad()
     torch.default_generator.manual_seed(SEED)
-    given = {"labels": labels} if takes(type(model), "labels") else {}
+    kwargs = {"labels": labels} if takes(type(model), "labels") else {}
     try:
-        output = model(input_ids=tokens, attention_mask=mask, use_cache=False, return_dict=True, **given)
+        output = model(input_ids=tokens, attention_mask=mask, use_cache=False, return_dict=True, **kwargs)
     except Exception as error:  # it did run on token ids alone
         raise InputError(
             f"{small.architecture} cannot be trained in stages: in transformers it does not run on labels of the shape"
@@ -228,11 +230,11 @@ def _whole_result(small: Description, batch: Batch) -> Result:
         ) from error
     loss = _loss_of_logits(output.logits, labels)
     added = 0.0 if router is None else router.coefficient * output.aux_loss
-    if given:
+    if kwargs:
         with torch.no_grad():
             logits = output.logits.float()
             known = _loss_of_logits(logits[:, :-1], labels[:, 1:]), _loss_of_logits(logits, labels)
-            _check_own_loss(model, float(output.loss), [float(one + added) for one in known])
+            _check_own_loss(model, float(output.loss), [float(cross_entropy + added) for cross_entropy in known])
     loss = loss + added
     rounds = contains_cast(loss)
     loss.backward()
@@ -247,13 +249,13 @@ def _whole_result(small: Description, batch: Batch) -> Result:
     return Result(loss.item(), gradients, output.logits.dtype, rounds)
 
 
-def _check_own_loss(model: PreTrainedModel, own: float, known: list[float]) -> None:
+def _check_own_loss(model: PreTrainedModel, own_loss: float, known: list[float]) -> None:
     """Raise InputError if the model's own loss differs from the loss that a pipeline computes from its logits.
 
     Args:
         known: the loss if the model shifts the labels, as nearly all do, and the loss if it does not.
     """
-    if any(math.isclose(own, ours, rel_tol=OWN_LOSS) for ours in known):
+    if any(math.isclose(own_loss, ours, rel_tol=OWN_LOSS) for ours in known):
         return
     settings = vars(model.config.get_text_config()).items()
     options = [
@@ -261,7 +263,7 @@ def _check_own_loss(model: PreTrainedModel, own: float, known: list[float]) -> N
     ]
     raise InputError(
         f"{type(model).__name__} cannot be trained in stages: its own loss is more than the cross-entropy of its logits"
-        f" ({own:.6g} against {known[0]:.6g} on a small copy)"
+        f" ({own_loss:.6g} against {known[0]:.6g} on a small copy)"
         + (f"; set {', '.join(options)} to 0.0 in the model's config." if options else ".")
     )
 
@@ -275,7 +277,7 @@ def result_of_stages(
     batch: Batch,
     logits_dtype: torch.dtype,
     *,
-    behind: Sequence[Callable[[], None]] = (),
+    weight_backwards: Sequence[Callable[[], None]] = (),
     gather: Callable[[Tensor], Tensor] | None = None,
     share: float = 1.0,
 ) -> Result:
@@ -284,7 +286,7 @@ def result_of_stages(
     Args:
         logits_dtype: logits are rounded as in the whole model (xLSTM: to fp32), since some gradients are small
             differences of large numbers.
-        behind: what computes weight gradients after the backward.
+        weight_backwards: what computes weight gradients after the backward.
         gather: returns all hidden states from those of this process; None: it has all.
         share: of the gradients that this process computes, if several compute the same loss.
     """
@@ -321,7 +323,7 @@ def result_of_stages(
         run_backward(made, gradients_of if router is None else [*gradients_of, router.gradient(totals, share)])
         gradients_of = [tensor.grad for tensor in entered]
     run_backward(outputs[0], gradients_of)
-    for weight_gradients in behind:
+    for weight_gradients in weight_backwards:
         weight_gradients()
     value = loss.item() if router is None else float(loss.detach() + router.coefficient * router.value(totals))
     gradients: Gradients = {name: weight.grad for name, weight in weights.items()}

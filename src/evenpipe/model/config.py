@@ -64,17 +64,18 @@ def check_sizes(values: Mapping[str, Any]) -> None:
     Raises:
         InputError: names the field as in the config.
     """
-    own = _own_names(values.get("model_type"))
-    found = {
+    family_names = _family_names(values.get("model_type"))
+    sizes = {
         name: value
         for name in LARGEST
-        if isinstance(value := values.get(own.get(name, name), values.get(name)), int) and not isinstance(value, bool)
+        if isinstance(value := values.get(family_names.get(name, name), values.get(name)), int)
+        and not isinstance(value, bool)
     }
-    for name, value in found.items():
+    for name, value in sizes.items():
         if not 1 <= value <= LARGEST[name]:
-            field = own.get(name, name)
+            field = family_names.get(name, name)
             raise InputError(f"{field} is {value} in the model's config; it must be from 1 to {LARGEST[name]}")
-    heads, shared = found.get("num_attention_heads"), found.get("num_key_value_heads")
+    heads, shared = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
     if heads is not None and shared is not None and heads % shared:
         raise InputError(
             f"num_key_value_heads is {shared} in the model's config; it must divide {heads}, its num_attention_heads"
@@ -83,7 +84,7 @@ def check_sizes(values: Mapping[str, Any]) -> None:
         check_sizes(values["text_config"])
 
 
-def _own_names(model_type: Any) -> Mapping[str, str]:
+def _family_names(model_type: Any) -> Mapping[str, str]:
     """Return transformers' common name -> the family's name, if it differs: `num_hidden_layers` -> `n_layer`."""
     known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     return CONFIG_MAPPING[model_type].attribute_map if known else {}

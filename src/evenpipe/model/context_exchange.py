@@ -33,8 +33,8 @@ def moved(attention: Attention, exchange: str, *, ranks: int, tensor_ranks: int,
     query, value = attention.query_size, attention.value_size
     of_keys = attention.key_value_size / (query + value) / tensor_ranks
     if exchange == "keys":
-        once = of_keys * query, of_keys * value
-        return Moved(once, once if kept else 2 * once)
+        gathered = of_keys * query, of_keys * value
+        return Moved(gathered, gathered if kept else 2 * gathered)
     of_queries, of_keys = attention.heads / tensor_ranks, max(of_keys, ranks)
     each = of_queries * query, of_keys * query, of_keys * value, of_queries * value
     return Moved(each, each)
@@ -43,9 +43,9 @@ def moved(attention: Attention, exchange: str, *, ranks: int, tensor_ranks: int,
 def received(attention: Attention, exchange: str, *, ranks: int, tensor_ranks: int, kept: bool = False) -> float:
     """Return the elements that a process receives for each of its tokens, forward and backward; arguments as for
     `moved`."""
-    found = moved(attention, exchange, ranks=ranks, tensor_ranks=tensor_ranks, kept=kept)
+    elements = moved(attention, exchange, ranks=ranks, tensor_ranks=tensor_ranks, kept=kept)
     of_each = ranks - 1 if exchange == "keys" else (ranks - 1) / ranks
-    return of_each * sum((*found.forward, *found.backward))
+    return of_each * sum((*elements.forward, *elements.backward))
 
 
 def heads_divide(attention: Attention, *, ranks: int, tensor_ranks: int) -> bool:
@@ -60,7 +60,7 @@ def heads_divide(attention: Attention, *, ranks: int, tensor_ranks: int) -> bool
 def heads_can_be_shared(description: Description, *, ranks: int, tensor_ranks: int) -> bool:
     """Return whether the processes can share the heads of every layer."""
     layers = (attention_of(description, index) for index in range(description.layers))
-    return all(heads_divide(one, ranks=ranks, tensor_ranks=tensor_ranks) for one in layers)
+    return all(heads_divide(layer, ranks=ranks, tensor_ranks=tensor_ranks) for layer in layers)
 
 
 class Choice(NamedTuple):
@@ -71,17 +71,18 @@ class Choice(NamedTuple):
 
 
 def choose(
-    description: Description, wanted: Literal["auto", "keys", "heads"], *, ranks: int, tensor_ranks: int, slices: int
+    description: Description, requested: Literal["auto", "keys", "heads"], *, ranks: int, tensor_ranks: int, slices: int
 ) -> Choice:
     """Return how context ranks exchange: as `wanted`, or with "auto" the way in which less travels."""
-    if wanted != "auto":
-        return Choice(wanted, "as given")
+    if requested != "auto":
+        return Choice(requested, "as given")
     sizes = {"ranks": ranks, "tensor_ranks": tensor_ranks}
     if not heads_can_be_shared(description, **sizes):
         return Choice("keys", f"{ranks} context ranks cannot share the heads")
     layers = [attention_of(description, index) for index in range(description.layers)]
     keys, heads = (
-        sum(received(one, way, **sizes, kept=slices > 1) for one in layers if one.heads) for way in ("keys", "heads")
+        sum(received(layer, way, **sizes, kept=slices > 1) for layer in layers if layer.heads)
+        for way in ("keys", "heads")
     )
     if not keys or keys <= heads:
         return Choice("keys", f"heads for tokens would move {heads / keys:.2f} times as much" if keys else "no heads")

@@ -52,7 +52,7 @@ class Copies:
         """Names of the parameters that transformers keeps in fp32 in a model of a narrower dtype: routers, decays."""
         if self._dtype.itemsize >= torch.float32.itemsize:
             return frozenset()
-        return frozenset(name for name, one in self.whole.named_parameters() if one.dtype == torch.float32)
+        return frozenset(name for name, parameter in self.whole.named_parameters() if parameter.dtype == torch.float32)
 
     @cached_property
     def _stripped(self) -> nn.ModuleList:
@@ -61,22 +61,22 @@ class Copies:
             strip(layer)
         return layers
 
-    def of(self, kept: range) -> PreTrainedModel:
+    def of(self, kept_layers: range) -> PreTrainedModel:
         """Return a copy with meta parameters, and buffers with their values on the CPU. Its layers outside `kept` are
         stripped (see `strip`), and share what is inside of them with other copies.
 
         Raises:
             InputError: as `restore_buffers`.
         """
-        others = {index: layer for index, layer in enumerate(self._layers) if index not in kept}
+        other_layers = {index: layer for index, layer in enumerate(self._layers) if index not in kept_layers}
         # While buffers get their values, the other layers are the original ones: a rule may go through all layers.
-        model = copied(self.whole, {id(layer): layer for layer in others.values()})
-        restore_buffers(model, self._layers_name, kept)
+        model = copied(self.whole, {id(layer): layer for layer in other_layers.values()})
+        restore_buffers(model, self._layers_name, kept_layers)
         layers = layers_of(model, self._layers_name)
         shared: dict[int, Any] = {}
-        if others:
-            shared = {id(part): part for layer in self._stripped for part in layer.children()}
-        for index in others:
+        if other_layers:
+            shared = {id(child): child for layer in self._stripped for child in layer.children()}
+        for index in other_layers:
             layers[index] = copied(self._stripped[index], shared)
         return model
 
@@ -95,22 +95,24 @@ def copied(module: Module, memo: dict[int, Any] | None = None) -> Module:
         memo[id(module)] = new = type(module).__new__(type(module))
         for name, value in vars(module).items():
             if name == "_modules":
-                held: Any = {key: None if part is None else copied(part, memo) for key, part in value.items()}
+                copied_value: Any = {
+                    key: None if child is None else copied(child, memo) for key, child in value.items()
+                }
             elif isinstance(value, (dict, set)) and not value:
-                held = value.copy()
+                copied_value = value.copy()
             else:
-                held = copy.deepcopy(value, memo)
-            vars(new)[name] = held
-    found: Module = memo[id(module)]
-    return found
+                copied_value = copy.deepcopy(value, memo)
+            vars(new)[name] = copied_value
+    result: Module = memo[id(module)]
+    return result
 
 
 def copies(description: Description, dtype: torch.dtype) -> Copies:
     """Return the copies of a model in a dtype, built once."""
-    found = _COPIES.setdefault(description.skeleton, {})
-    if dtype not in found:
-        found[dtype] = Copies(description, dtype)
-    return found[dtype]
+    by_dtype = _COPIES.setdefault(description.skeleton, {})
+    if dtype not in by_dtype:
+        by_dtype[dtype] = Copies(description, dtype)
+    return by_dtype[dtype]
 
 
 _COPIES: MutableMapping[nn.Module, dict[torch.dtype, Copies]] = WeakKeyDictionary()

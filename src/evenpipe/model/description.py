@@ -121,7 +121,7 @@ class Description:
         bias = self._head.bias
         if bias is None:
             return None
-        return next((name for name, one in self.skeleton.named_parameters() if one is bias), None)
+        return next((name for name, parameter in self.skeleton.named_parameters() if parameter is bias), None)
 
     @property
     def vocabulary_names(self) -> tuple[str, ...]:
@@ -275,8 +275,8 @@ def _describe(
     architecture, model_class = type(skeleton).__name__, type(skeleton)
     if type(skeleton.config) is not type(config):  # the config contains several models: take the language model's
         config = config.get_text_config()
-    for one in (config, getattr(config, "text_config", None)):
-        if shared := getattr(one, "num_kv_shared_layers", None):
+    for configuration in (config, getattr(config, "text_config", None)):
+        if shared := getattr(configuration, "num_kv_shared_layers", None):
             raise InputError(
                 f"num_kv_shared_layers = {shared} lets layers use the keys and values of others, and between stages"
                 " only hidden states travel: it has to be 0."
@@ -380,8 +380,8 @@ def check_compute_dtype(description: Description, compute_dtype: torch.dtype) ->
     description.adapt(model)
     returned = output_of_first_layer(model, description.structure.layers_name)
     returned = returned[0] if isinstance(returned, (tuple, list)) else returned
-    wanted = description.edge(1, compute_dtype).tensors[0].dtype
-    if not isinstance(returned, torch.Tensor) or returned.dtype == wanted:
+    expected = description.edge(1, compute_dtype).tensors[0].dtype
+    if not isinstance(returned, torch.Tensor) or returned.dtype == expected:
         return
     settings = vars(description.config.get_text_config()).items()
     options = [name for name, value in settings if value is True and "fp32" in name]
@@ -399,8 +399,8 @@ def _ends(model: PreTrainedModel, answers: ModelSpec) -> tuple[nn.Module | None,
         head = _answered(model, "head_module", answers.head_module, nn.Linear)
         return embedding or model.get_input_embeddings(), head or model.get_output_embeddings()
     except NotImplementedError:
-        what = "it does not say which modules embed its tokens and give its logits"
-        raise uncuttable(type(model).__name__, what) from None
+        reason = "it does not say which modules embed its tokens and give its logits"
+        raise uncuttable(type(model).__name__, reason) from None
 
 
 def _answered(model: nn.Module, answer: str, name: str | None, kind: type[nn.Module]) -> nn.Module | None:
@@ -421,24 +421,26 @@ def check_sharing(
     Two parameters in the same memory are always refused: an optimizer would update the same numbers twice.
     """
     ends = [(module_name(model, end), end) for end in (embedding, head)]
-    others = [
+    other_modules = [
         (prefix, module)
         for prefix, module in model.named_modules(remove_duplicate=False)
         if module is not embedding and module is not head
     ]
     first: dict[int, tuple[str, nn.Parameter]] = {}
-    for prefix, module in (*ends, *others):
+    for prefix, module in (*ends, *other_modules):
         for attribute, parameter in module._parameters.items():
             if parameter is None:
                 continue
             name = f"{prefix}.{attribute}"
-            other, held = first.setdefault(parameter.data_ptr() or id(parameter), (name, parameter))
-            tied = module is head and parameter is held is embedding.weight
+            first_name, first_parameter = first.setdefault(parameter.data_ptr() or id(parameter), (name, parameter))
+            tied = module is head and parameter is first_parameter is embedding.weight
             # The head's bias may have a second name (BERT); the probe refuses a forward that uses that one.
-            tied |= parameter is held is head.bias and layers is None
-            in_one_layer = parameter is held and _layer_of(other, layers) == _layer_of(name, layers) is not None
-            if other != name and not tied and not in_one_layer:
-                raise uncuttable(architecture, f"its parameters {other} and {name} are one tensor")
+            tied |= parameter is first_parameter is head.bias and layers is None
+            in_one_layer = (
+                parameter is first_parameter and _layer_of(first_name, layers) == _layer_of(name, layers) is not None
+            )
+            if first_name != name and not tied and not in_one_layer:
+                raise uncuttable(architecture, f"its parameters {first_name} and {name} are one tensor")
 
 
 def _layer_of(name: str, layers: str | None) -> str | None:
@@ -453,8 +455,8 @@ def _tied_otherwise(
 
     `config` is corrected.
     """
-    for one in (config, config.get_text_config()):
-        one.tie_word_embeddings = tied
+    for configuration in (config, config.get_text_config()):
+        configuration.tie_word_embeddings = tied
     skeleton = build_skeleton(config, torch.float32, model_class)
     embedding, head = _ends(skeleton, answers)
     assert isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)
@@ -470,7 +472,7 @@ def _tied_otherwise(
 def _check_parameters(architecture: str, live: nn.Module, skeleton: nn.Module) -> None:
     """Refuse live models with other parameters than their config gives: stages are built from the config."""
     held, known = (
-        {name: tuple(one.shape) for name, one in model.named_parameters(remove_duplicate=False)}
+        {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
         for model in (live, skeleton)
     )
     for name in (*held, *known):

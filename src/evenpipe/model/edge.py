@@ -102,10 +102,10 @@ class EdgeSpec:
     def __str__(self) -> str:
         return ", ".join(map(str, self.tensors))
 
-    def check(self, what: str, returned: Sequence[Any], sequences: int, tokens: int) -> None:
+    def check(self, producer: str, returned: Sequence[Any], sequences: int, tokens: int) -> None:
         """Raise InputError if what a part of the model returned for a microbatch is not of this form."""
         if len(returned) != len(self.tensors):
-            raise InputError(f"{what} returned {count(len(returned), 'tensor')}, expected {self}.")
+            raise InputError(f"{producer} returned {count(len(returned), 'tensor')}, expected {self}.")
         for tensor, value in zip(self.tensors, returned, strict=True):
-            if found := tensor.fault(value, sequences, tokens):
-                raise InputError(f"{what} returned {found}, expected {tensor}.")
+            if fault := tensor.fault(value, sequences, tokens):
+                raise InputError(f"{producer} returned {fault}, expected {tensor}.")

@@ -84,5 +84,5 @@ class ExpertRows:
 
     def _share(self, count: int) -> float:
         """Return the share of tokens that choose any of `count` experts."""
-        others = math.comb(self.experts - count, self.choices)
-        return 1 - others / math.comb(self.experts, self.choices)
+        misses = math.comb(self.experts - count, self.choices)
+        return 1 - misses / math.comb(self.experts, self.choices)

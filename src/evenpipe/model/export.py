@@ -42,8 +42,8 @@ def write_folder_metadata(
     config = copy.deepcopy(description.config)
     config.architectures = [description.architecture]
     files = {} if origin is None else dict(origin.files)
-    given = files.pop(CONFIG, None)
-    text = None if given is None else changed_config(given, config, dtype)
+    original_config = files.pop(CONFIG, None)
+    text = None if original_config is None else changed_config(original_config, config, dtype)
     if text is None:
         config.dtype = dtype or (origin or Origin()).dtypes.get(description.embedding_name, config.dtype)
         if description.skeleton.is_remote_code():
@@ -51,7 +51,7 @@ def write_folder_metadata(
         config.save_pretrained(folder)
     else:
         files[CONFIG] = text
-    if given is None and GENERATION_CONFIG not in files:
+    if original_config is None and GENERATION_CONFIG not in files:
         generation = getattr(description.model or description.skeleton, "generation_config", None)
         files[GENERATION_CONFIG] = generation_text(generation or GenerationConfig())
     for name, content in files.items():
@@ -71,8 +71,8 @@ def dtypes_to_write(
         return dict(origin)
     buffers = {name for name, _ in persistent_buffers(description.skeleton)}
     names = [name for name in description.shapes if name not in buffers]
-    kept = {name: origin[name] for name in buffers & origin.keys()}
-    return kept | dict.fromkeys(names, dtype) | planned_dtypes(description.skeleton, dtype, names)
+    buffer_dtypes = {name: origin[name] for name in buffers & origin.keys()}
+    return buffer_dtypes | dict.fromkeys(names, dtype) | planned_dtypes(description.skeleton, dtype, names)
 
 
 def save_tensors(
@@ -128,5 +128,5 @@ def save_tensors(
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor on the CPU, contiguous, and not a view of a larger one."""
     tensor = tensor.detach().cpu().contiguous()
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if whole else tensor.clone()
+    owns_storage = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if owns_storage else tensor.clone()

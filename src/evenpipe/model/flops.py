@@ -47,11 +47,11 @@ def layer_flops(description: Description, sequence: int) -> list[float]:
     2 * context * heads * (query size + value size), where context is `sequence` or the window if that is smaller.
     Masked products are counted.
     """
-    found = []
+    flops = []
     for index in range(description.layers):
         attention = attention_of(description, index)
-        found.append(matrix_flops(description, index) + attention.flops(attention.context(sequence)))
-    return found
+        flops.append(matrix_flops(description, index) + attention.flops(attention.context(sequence)))
+    return flops
 
 
 def head_flops(description: Description) -> float:
@@ -97,11 +97,11 @@ def matrix_flops(description: Description, index: int) -> float:
     total = 0.0
     for module in description.layer(index).modules():
         matrices = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim > 1]
-        of_experts = [one for one in matrices if experts and one.ndim == 3 and one.shape[0] == experts]
+        of_experts = [matrix for matrix in matrices if experts and matrix.ndim == 3 and matrix.shape[0] == experts]
         if of_experts:
-            total += sum(2.0 * one.numel() for one in of_experts) * share
+            total += sum(2.0 * matrix.numel() for matrix in of_experts) * share
         else:
-            total += sum(2.0 * one.numel() for one in matrices)
+            total += sum(2.0 * matrix.numel() for matrix in matrices)
     return total
 
 

@@ -125,7 +125,7 @@ class _Draw:
         elsewhere = []
         for inner, module in modules:
             for key, parameter in module._parameters.items():
-                full = ".".join(part for part in (name, inner, key) if part)
+                full = ".".join(component for component in (name, inner, key) if component)
                 if parameter is not None or full in self.stage.held:  # rules want one that another rank holds, too
                     replaced.append((module, key, parameter, full))
             tensors = [(key, value) for key, value in vars(module).items() if isinstance(value, torch.Tensor)]
@@ -149,7 +149,7 @@ class _Draw:
                 setattr(module, key, stand_in)
 
 
-def _draw_experts(parts: Mapping[str, Held[torch.Tensor]], unit: Unit, name: str, seed: int) -> None:
+def _draw_experts(shards: Mapping[str, Held[torch.Tensor]], unit: Unit, name: str, seed: int) -> None:
     """Draw the experts of a module that a process holds, one after the other.
 
     Args:
@@ -162,11 +162,13 @@ def _draw_experts(parts: Mapping[str, Held[torch.Tensor]], unit: Unit, name: str
         for entry in children_first(unit.module, unit.name, unit.owner)
         if f"{name}.".startswith(f"{entry[0]}.")  # from the experts outwards
     ]
-    held = {key: part for key in around[0][1]._parameters if (part := parts.get(f"{name}.{key}")) is not None}
-    for number in sorted({one for part in held.values() for run in part.placement.ranges(0) for one in run}):
+    held = {key: shard for key in around[0][1]._parameters if (shard := shards.get(f"{name}.{key}")) is not None}
+    for number in sorted(
+        {index for shard in held.values() for entries in shard.placement.ranges(0) for index in entries}
+    ):
         drawn = _drawn_expert(around, seed, number)
-        for key, part in held.items():
-            part.fill(drawn[key], start=number)
+        for key, shard in held.items():
+            shard.fill(drawn[key], start=number)
 
 
 def _drawn_expert(
@@ -176,15 +178,18 @@ def _drawn_expert(
     are on the meta device, and draw nothing."""
     module = around[0][1]
     fused = module._parameters
-    drawn = {key: None if one is None else _blank(torch.Size([1, *one.shape[1:]])) for key, one in fused.items()}
+    drawn = {
+        key: None if parameter is None else _blank(torch.Size([1, *parameter.shape[1:]]))
+        for key, parameter in fused.items()
+    }
     module._parameters = drawn
     try:
-        for name, part, owner in around:
+        for name, submodule, owner in around:
             torch.default_generator.manual_seed(seed_of(seed, name, number))
-            owner._init_weights(part)
+            owner._init_weights(submodule)
     finally:
         module._parameters = fused
-    return {key: one.detach() for key, one in drawn.items() if one is not None}
+    return {key: parameter.detach() for key, parameter in drawn.items() if parameter is not None}
 
 
 def initial_rows(description: Description, name: str, start: int, stop: int, seed: int) -> torch.Tensor:

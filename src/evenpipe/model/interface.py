@@ -103,8 +103,8 @@ def probe_counted_positions(model: PreTrainedModel, structure: Structure, paddin
     model.eval()
     generator = torch.Generator().manual_seed(0)
     try:
-        for place, key, value in tables:
-            place[key] = torch.randn(value.shape, dtype=torch.float64, generator=generator)
+        for namespace, key, value in tables:
+            namespace[key] = torch.randn(value.shape, dtype=torch.float64, generator=generator)
         embedding.__dict__["weight"] = hidden[0, 0].expand(embedding.num_embeddings, -1)
         with torch.no_grad():
             model(input_ids=token_ids, use_cache=False)
@@ -116,10 +116,10 @@ def probe_counted_positions(model: PreTrainedModel, structure: Structure, paddin
         hook.remove()
         model.train()
         embedding.__dict__["weight"] = None
-        for place, key, value in tables:
-            place[key] = value
-    plain, counted, given = received
-    return not torch.equal(plain, counted) and torch.equal(counted, given)
+        for namespace, key, value in tables:
+            namespace[key] = value
+    plain, counted, explicit = received
+    return not torch.equal(plain, counted) and torch.equal(counted, explicit)
 
 
 def _tables(model: nn.Module) -> list[torch.Tensor]:
@@ -127,7 +127,7 @@ def _tables(model: nn.Module) -> list[torch.Tensor]:
     return [
         value
         for module in model.modules()
-        for place in (vars(module), module._buffers)
-        for value in place.values()
+        for namespace in (vars(module), module._buffers)
+        for value in namespace.values()
         if isinstance(value, torch.Tensor)
     ]

@@ -83,9 +83,9 @@ def changed_attributes(live: PreTrainedModel, built: PreTrainedModel) -> dict[st
     configs = _Configs()
     for name, module in held.items():
         _check_calls(name, module, known[name])
-        for key, value, other in _differences(module, known[name], configs):
+        for key, value, built_value in _differences(module, known[name], configs):
             if not _is_plain(value):
-                _refuse(live, name, key, _text(value), _text(other))
+                _refuse(live, name, key, _text(value), _text(built_value))
             if key.endswith("layerdrop") and value:
                 raise InputError(f"model: {_named(name, key)} = {value} skips layers at random: set it to 0.0.")
             changed.setdefault(name, {})[key] = value
@@ -153,8 +153,8 @@ class _Configs:
         self._held: dict[int, PreTrainedConfig] = {}
         """By the id of the config in the built model."""
 
-    def same(self, value: PreTrainedConfig, other: PreTrainedConfig) -> bool:
-        held = self._held.setdefault(id(other), value)
+    def same(self, value: PreTrainedConfig, built: PreTrainedConfig) -> bool:
+        held = self._held.setdefault(id(built), value)
         return value is held or _settings(value.to_dict()) == _settings(held.to_dict())
 
 
@@ -166,28 +166,28 @@ def _differences(module: nn.Module, built: nn.Module, configs: _Configs) -> Iter
             continue
         # transformers turns the length of a grown rotary table into a tensor.
         value = held.item() if isinstance(held, torch.Tensor) and held.dim() == 0 else held
-        other = vars(built).get(key)
+        built_value = vars(built).get(key)
         if not _is_plain(value) and key not in vars(built) and key != "forward":
             continue  # something of the user's or of transformers' that the class does not know
-        if isinstance(value, PreTrainedConfig) and isinstance(other, PreTrainedConfig):
-            if not configs.same(value, other):
-                yield key, value, other
-        elif not _same(value, other):
-            yield key, value, other
+        if isinstance(value, PreTrainedConfig) and isinstance(built_value, PreTrainedConfig):
+            if not configs.same(value, built_value):
+                yield key, value, built_value
+        elif not _same(value, built_value):
+            yield key, value, built_value
 
 
-def _same(value: Any, other: Any) -> bool:
+def _same(value: Any, built_value: Any) -> bool:
     """Return whether two attributes are alike, as far as their kind can tell. Tensors, and objects of the same type or
     in place of None, may be what the last forward has left."""
-    if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
+    if isinstance(value, torch.Tensor) or isinstance(built_value, torch.Tensor):
         return True
-    if _is_plain(value) and _is_plain(other):
-        return bool(value == other) or repr(value) == repr(other)
-    if isinstance(value, partial) and isinstance(other, partial):
-        return _same(value.func, other.func)
+    if _is_plain(value) and _is_plain(built_value):
+        return bool(value == built_value) or repr(value) == repr(built_value)
+    if isinstance(value, partial) and isinstance(built_value, partial):
+        return _same(value.func, built_value.func)
     if callable(value):
-        return type(value) is type(other) and _text(value) == _text(other)
-    return type(value) is type(other) or (other is None and not _is_plain(value))
+        return type(value) is type(built_value) and _text(value) == _text(built_value)
+    return type(value) is type(built_value) or (built_value is None and not _is_plain(value))
 
 
 def _is_plain(value: Any) -> bool:
@@ -204,15 +204,15 @@ def _settings(config: Any) -> Any:
     return config
 
 
-def _refuse(live: nn.Module, name: str, key: str, value: str, other: str) -> NoReturn:
+def _refuse(live: nn.Module, name: str, key: str, value: str, built_value: str) -> NoReturn:
     raise InputError(
-        f"model: {_named(name, key)} is {value}, and {other} in a {type(live).__name__} built from its config, as"
+        f"model: {_named(name, key)} is {value}, and {built_value} in a {type(live).__name__} built from its config, as"
         " stages are; change the config or the class instead."
     )
 
 
 def _named(name: str, key: str = "") -> str:
-    return ".".join(part for part in (name, key) if part) or "the model"
+    return ".".join(component for component in (name, key) if component) or "the model"
 
 
 def _class_of(module: nn.Module | None) -> str:

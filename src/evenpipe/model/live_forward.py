@@ -40,7 +40,7 @@ def check_forward(description: Description) -> None:
     """
     live = description.model
     parameters = list(live.parameters())
-    devices = {one.device for one in parameters}
+    devices = {parameter.device for parameter in parameters}
     large = parameters[0].device.type == "cpu" and sum(map(Tensor.numel, parameters)) > LARGEST_ON_CPU
     if len(devices) > 1 or parameters[0].is_meta or large:
         return
@@ -70,13 +70,15 @@ def check_forward(description: Description) -> None:
             expected = of_live()
         except Exception:  # families raise many types where a kernel is missing
             return
-        found = of_built()
-        error = float((found - expected).abs().max() / expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny))
+        actual = of_built()
+        error = float(
+            (actual - expected).abs().max() / expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
+        )
         if error <= TOLERANCE.get(live.dtype, ROUNDED):
             return
         marks = _marks_of(live, of_live), _marks_of(built, of_built)
     pairs = zip_longest(*marks, fillvalue=("", None))
-    name = next((one[0] for one, other in pairs if one != other), "")
+    name = next((live_mark[0] for live_mark, built_mark in pairs if live_mark != built_mark), "")
     raise InputError(
         f"model: {name or 'it'} computes something else than in a {description.architecture} built from its config, as"
         f" stages are (relative error {error:.1e} of the logits of {TOKENS} tokens): change the config or the class"
@@ -87,17 +89,17 @@ def check_forward(description: Description) -> None:
 @contextlib.contextmanager
 def _in_evaluation(model: nn.Module) -> Iterator[None]:
     """Evaluate a model, not compiled; set back whatever its modules set meanwhile, such as grown rotary tables."""
-    before = [
+    saved = [
         (module, {key: dict(value) if key in PARTS else value for key, value in vars(module).items()})
         for module in model.modules()
     ]
     model.eval()
-    for module, _ in before:
+    for module, _ in saved:
         module._compiled_call_impl = None
     try:
         yield
     finally:
-        for module, attributes in before:
+        for module, attributes in saved:
             vars(module).clear()
             vars(module).update(attributes)
 

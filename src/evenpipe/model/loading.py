@@ -71,21 +71,21 @@ def copy_parameters(
     assert description.model is not None
     with torch.no_grad():
         drawn = drawn_parameters(description)
-        for name, part in (held or held_by(stage, description)).items():
+        for name, shard in (held or held_by(stage, description)).items():
             if name not in drawn:
-                part.fill(live_tensor(description, name))
+                shard.fill(live_tensor(description, name))
         if isinstance(stage, Stage):  # modules of plain models were copied with their buffers
             _copy_unsaved(stage.whole, description.model)
 
 
-def _copy_unsaved(whole: nn.Module, live: nn.Module) -> None:
+def _copy_unsaved(model: nn.Module, live: nn.Module) -> None:
     """Copy buffers that are in no checkpoint, such as rotary frequencies, also those that have grown."""
-    given = dict(live.named_buffers(remove_duplicate=False))
-    for prefix, module in whole.named_modules():
+    live_buffers = dict(live.named_buffers(remove_duplicate=False))
+    for prefix, module in model.named_modules():
         for key in module._non_persistent_buffers_set:
             buffer, name = module._buffers.get(key), f"{prefix}.{key}" if prefix else key
-            if buffer is not None and name in given:
-                module._buffers[key] = given[name].detach().to(buffer.device, buffer.dtype, copy=True)
+            if buffer is not None and name in live_buffers:
+                module._buffers[key] = live_buffers[name].detach().to(buffer.device, buffer.dtype, copy=True)
 
 
 def live_tensor(description: Description, name: str) -> torch.Tensor:
@@ -110,13 +110,13 @@ def load_parameters(
     """
     files = WeightFiles(description, folder)
     shapes, drawn = description.shapes, drawn_parameters(description)
-    wanted = {name: one for name, one in (held or held_by(stage, description)).items() if name not in drawn}
-    files.require(wanted)
-    for name in wanted:
+    shards = {name: shard for name, shard in (held or held_by(stage, description)).items() if name not in drawn}
+    files.require(shards)
+    for name in shards:
         files.require_shape(name, tuple(shapes[name]))
     with torch.no_grad():
-        for name, part in wanted.items():  # one by one, so that only one tensor is in memory twice
-            part.tensor.copy_(files.part(name, part.placement))
+        for name, shard in shards.items():  # one by one, so that only one tensor is in memory twice
+            shard.tensor.copy_(files.part(name, shard.placement))
 
 
 def load_rows(description: Description, folder: str | Path, name: str, start: int, stop: int) -> torch.Tensor:

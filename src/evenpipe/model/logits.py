@@ -64,9 +64,9 @@ def probe_logits(
         scale = at(1.0)
     cap = largest if capped else None
 
-    places = torch.arange(math.prod(shape)).view(shape)
+    positions = torch.arange(math.prod(shape)).view(shape)
     # Every value stands in many columns: the result must not depend on the column.
-    z = torch.tensor(GRID, dtype=torch.float64)[places % len(GRID)]
+    z = torch.tensor(GRID, dtype=torch.float64)[positions % len(GRID)]
     y = run(z.clone())
     if y.shape != z.shape:
         raise uncuttable(architecture, "its logits change their shape after the output layer")

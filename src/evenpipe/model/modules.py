@@ -34,7 +34,7 @@ def describe_modules(
     layers: Sequence[nn.Module],
     norm: nn.Module | None,
     head: nn.Linear,
-    beside: Sequence[EdgeTensor] = (),
+    extras: Sequence[EdgeTensor] = (),
 ) -> Description:
     """Describe a model of plain modules; the stages copy their weights.
 
@@ -44,17 +44,17 @@ def describe_modules(
     Args:
         layers: each is called with the hidden states [batch, sequence, hidden_size] and returns the same shape.
         norm: called on the last layer's output, before the head; None: no norm.
-        beside: what layers hand on besides the hidden states, as for `Pipeline.from_modules`.
+        extras: the tensors that layers hand on besides the hidden states, as `beside` of `Pipeline.from_modules`.
     """
     check_ends("the model", embedding, head)
     if len(list(embedding.parameters())) > 1:
         raise uncuttable("the model", "its embedding holds parameters besides its matrix")
     if not layers:
         raise InputError("layers = [] holds no layer: at least one is needed.")
-    whole = _Whole(embedding, layers, norm, head)
+    model = _Whole(embedding, layers, norm, head)
     hidden = hidden_of_width(embedding.embedding_dim)
-    check_wrappers(whole)
-    check_sharing("the model", whole, embedding, head, layers="layers")
+    check_wrappers(model)
+    check_sharing("the model", model, embedding, head, layers="layers")
     return Description(
         config=None,
         architecture="the model",
@@ -63,10 +63,10 @@ def describe_modules(
             embedding_module="embedding",
             head_module="head",
             entering=hidden,
-            handed_on=(hidden, *beside),
+            handed_on=(hidden, *extras),
         ),
-        skeleton=whole,
-        model=whole,
+        skeleton=model,
+        model=model,
     )
 
 
@@ -95,24 +95,24 @@ class ModuleStage(nn.Module):
     kept: frozenset[str] = frozenset()
     """Their parameters all follow the computing dtype."""
 
-    def __init__(self, description: Description, part: Part):
+    def __init__(self, description: Description, spec: Part):
         super().__init__()
-        self.first, self.last, self.is_first, self.is_last = part.first, part.last, part.is_first, part.is_last
-        dtype = part.compute_dtype
-        self.incoming = description.edge(part.first, dtype, outer=part.is_first)
-        self.outgoing = description.edge(part.last, dtype, outer=part.is_last)
-        self._returned = EdgeSpec(tuple(one.computed_in(dtype) for one in description.structure.handed_on))
-        whole = description.skeleton
+        self.first, self.last, self.is_first, self.is_last = spec.first, spec.last, spec.is_first, spec.is_last
+        dtype = spec.compute_dtype
+        self.incoming = description.edge(spec.first, dtype, outer=spec.is_first)
+        self.outgoing = description.edge(spec.last, dtype, outer=spec.is_last)
+        self._returned = EdgeSpec(tuple(tensor.computed_in(dtype) for tensor in description.structure.handed_on))
+        model = description.skeleton
         self.layers = nn.ModuleDict(
-            {str(index): copy.deepcopy(whole.layers[index]) for index in range(part.first, part.last)}
+            {str(index): copy.deepcopy(model.layers[index]) for index in range(spec.first, spec.last)}
         )
-        if part.is_last:
-            self.norm = copy.deepcopy(whole.norm)
+        if spec.is_last:
+            self.norm = copy.deepcopy(model.norm)
         self._embedding: tuple[nn.Embedding, ...] = ()
-        if part.is_first:
-            self._embedding = (_without_weight(whole.embedding).to(part.torch_device),)
-        for child in (*self.layers.values(), *([self.norm] if part.is_last else [])):
-            _place(child, part)  # one by one, so that without memory only one is on the device
+        if spec.is_first:
+            self._embedding = (_without_weight(model.embedding).to(spec.torch_device),)
+        for child in (*self.layers.values(), *([self.norm] if spec.is_last else [])):
+            _place(child, spec)  # one by one, so that without memory only one is on the device
         self._returns_checked = False
         self.train()
 
@@ -145,24 +145,29 @@ class ModuleStage(nn.Module):
         self._returns_checked |= torch.is_grad_enabled()  # without it, nothing shows whether tensors have a gradient
         return tensors if len(self.outgoing.tensors) > 1 else tensors[0]
 
-    def _checked(self, what: str, returned: Any, form: EdgeSpec, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    def _checked(self, returner: str, returned: Any, form: EdgeSpec, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Return what a module returned, as a tuple."""
         tensors = returned if len(form.tensors) > 1 and isinstance(returned, tuple) else (returned,)
         if not self._returns_checked:
-            form.check(what, tensors, *sizes)
+            form.check(returner, tensors, *sizes)
         return tensors
 
 
-def _place(module: nn.Module, part: Part) -> None:
+def _place(module: nn.Module, spec: Part) -> None:
     """Move a module to the device of its part."""
-    module.to(part.torch_device)
+    module.to(spec.torch_device)
     for parameter in module.parameters():  # not buffers: rounding them may change results
-        parameter.data = parameter.data.to(part.dtype)
-    if not part.with_memory:
-        without = {one: nn.Parameter(one.detach().to("meta"), one.requires_grad) for one in module.parameters()}
+        parameter.data = parameter.data.to(spec.dtype)
+    if not spec.with_memory:
+        on_meta = {
+            parameter: nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            for parameter in module.parameters()
+        }
         for inner in module.modules():
-            own = inner._parameters
-            own.update({key: without[one] for key, one in own.items() if one is not None})
+            parameters = inner._parameters
+            parameters.update(
+                {key: on_meta[parameter] for key, parameter in parameters.items() if parameter is not None}
+            )
 
 
 def _without_weight(embedding: nn.Embedding) -> nn.Embedding:

@@ -102,22 +102,22 @@ def stored_tensors(description: Description, disk: Iterable[str]) -> dict[str, S
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix, held = description.skeleton.base_model_prefix, description.skeleton.state_dict()
-    found: dict[str, Stored] = {}
+    by_memory_name: dict[str, Stored] = {}
     for name in sorted(disk, key=_natural):
         renamed, pattern = rename_source_key(name, renamings, converters, prefix, held)
         if renamed not in held and name in held:  # the name on disk was already correct
             renamed, pattern = name, None
         if pattern is None:
-            found.setdefault(renamed, Stored([(name, name)], renamed))
+            by_memory_name.setdefault(renamed, Stored([(name, name)], renamed))
             continue
         converter = by_pattern[pattern]
-        stored = found.setdefault(renamed, Stored([], renamed, converter))
+        stored = by_memory_name.setdefault(renamed, Stored([], renamed, converter))
         if stored.converter is not converter:
             continue  # stored in both forms: use the first
         stored.parts.append((name, pattern))
-        for other in converter.target_patterns[1:]:  # one tensor on disk is several in memory
-            found.setdefault(renamed.replace(converter.target_patterns[0], other), stored)
-    return found
+        for target in converter.target_patterns[1:]:  # one tensor on disk is several in memory
+            by_memory_name.setdefault(renamed.replace(converter.target_patterns[0], target), stored)
+    return by_memory_name
 
 
 def put_together(
@@ -186,8 +186,8 @@ def _to_disk(
         for member in groups[first_name]:
             used.add_tensor(first_name, member, *parts[member])  # type: ignore[arg-type]
         parts.clear()
-        for disk, part in _converted(used, first_name, description).items():
-            yield _renamed(disk, renamings), part
+        for disk, converted in _converted(used, first_name, description).items():
+            yield _renamed(disk, renamings), converted
     if waiting:
         missing = sorted(
             {member for first in waiting for member in groups[first]}
@@ -231,4 +231,4 @@ def _renamed(name: str, renamings: list[WeightRenaming]) -> str:
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
     """Return a sort key that puts `experts.10` after `experts.9`."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+    return [(0, int(component), "") if component.isdigit() else (1, 0, component) for component in name.split(".")]

@@ -48,8 +48,8 @@ class Origin:
         """Return JSON values: the most frequent dtype once, and the names of tensors with another one."""
         names = {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()}
         usual = Counter(names.values()).most_common(1)[0][0] if names else None
-        others = {name: dtype for name, dtype in names.items() if dtype != usual}
-        return {"files": dict(self.files), "dtype": usual, "other_dtypes": others}
+        unusual = {name: dtype for name, dtype in names.items() if dtype != usual}
+        return {"files": dict(self.files), "dtype": usual, "other_dtypes": unusual}
 
     @classmethod
     def from_json(cls, values: Any, names: Iterable[str]) -> Origin:
@@ -61,13 +61,13 @@ class Origin:
         try:
             files, usual = {str(name): str(text) for name, text in values["files"].items()}, values["dtype"]
             dtypes = {} if usual is None else {name: values["other_dtypes"].get(name, usual) for name in names}
-            found = cls(files, {name: _DTYPES[dtype] for name, dtype in dtypes.items()})
+            origin = cls(files, {name: _DTYPES[dtype] for name, dtype in dtypes.items()})
         except (AttributeError, KeyError, TypeError) as error:
             raise InputError(f"the origin of the model is damaged ({error!r})") from error
         for name in files:
             if name not in (CONFIG, GENERATION_CONFIG, *PROCESSOR_FILES) and not is_code(name):
                 raise InputError(f"the origin of the model has a file {name!r}, which no model has")
-        return found
+        return origin
 
 
 def read_files(description: Description) -> dict[str, str]:
@@ -76,8 +76,8 @@ def read_files(description: Description) -> dict[str, str]:
     if description.config is None:
         return {}
     paths = {} if description.source is None else _files(description, description.source)
-    for part in (type(description.skeleton), type(description.config)):
-        paths |= {path.name: path for path in code_of(part)}
+    for kind in (type(description.skeleton), type(description.config)):
+        paths |= {path.name: path for path in code_of(kind)}
     files = {name: path.read_bytes().decode(errors=BYTES) for name, path in paths.items()}
     generation = getattr(description.model, "generation_config", None)
     return files if generation is None else {**files, GENERATION_CONFIG: generation_text(generation)}
@@ -101,15 +101,15 @@ def stored_dtypes(description: Description, names: Iterable[str]) -> dict[str, t
     if description.source is None:
         return {}
     files = WeightFiles(description, description.source)
-    found: dict[str, torch.dtype] = {}
+    dtypes: dict[str, torch.dtype] = {}
     for name in names:
         stored_under = name
         if description.tied and name == description.embedding_name and name not in files.stored:
             stored_under = description.head_name  # older programs may have saved it only under this name
         kinds = files.kinds(stored_under)
         if kinds and kinds <= STORED_DTYPES.keys():
-            found[name] = functools.reduce(torch.promote_types, (STORED_DTYPES[kind] for kind in kinds))
-    return found
+            dtypes[name] = functools.reduce(torch.promote_types, (STORED_DTYPES[kind] for kind in kinds))
+    return dtypes
 
 
 def _files(description: Description, source: str) -> dict[str, Path]:
@@ -124,12 +124,12 @@ def _files(description: Description, source: str) -> dict[str, Path]:
     return {CONFIG: config, **{name: path for name, path in paths.items() if path is not None}}
 
 
-def code_of(part: type) -> list[Path]:
+def code_of(kind: type) -> list[Path]:
     """Return the files of Python code that came with a model, config or tokenizer of this class; transformers' own
     code is not among them."""
-    if not part.__module__.startswith("transformers_modules."):
+    if not kind.__module__.startswith("transformers_modules."):
         return []
-    file = sys.modules[part.__module__].__file__
+    file = sys.modules[kind.__module__].__file__
     assert file is not None
     return [Path(file), *map(Path, get_relative_import_files(file))]
 
@@ -145,21 +145,25 @@ def changed_config(text: str, config: Any, dtype: torch.dtype | None) -> str | N
 
     None: it is the config of another model, such as one that contains this one.
     """
-    given = json.loads(text)
-    if given.get("model_type") != config.model_type:
+    original = json.loads(text)
+    if original.get("model_type") != config.model_type:
         return None
-    before, after = type(config).from_dict(json.loads(text)).to_dict(), config.to_dict()
+    old, new = type(config).from_dict(json.loads(text)).to_dict(), config.to_dict()
     changes = {
         name: value
-        for name, value in json.loads(json.dumps(after)).items()
-        if not BOOKKEEPING.fullmatch(name) and before.get(name) != after[name]
+        for name, value in json.loads(json.dumps(new)).items()
+        if not BOOKKEEPING.fullmatch(name) and old.get(name) != new[name]
     }
-    if given.get("architectures") and config.architectures and config.architectures[0] not in given["architectures"]:
+    if (
+        original.get("architectures")
+        and config.architectures
+        and config.architectures[0] not in original["architectures"]
+    ):
         changes["architectures"] = config.architectures
-    values = given | changes
+    values = original | changes
     if dtype is not None:
         values = _with_dtype(values, str(dtype).removeprefix("torch."))
-    return text if values == given else json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    return text if values == original else json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
 def _with_dtype(values: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -22,11 +22,11 @@ _answer: ContextVar[Callable[[Tensor], Tensor | None] | None] = ContextVar("whic
 @contextmanager
 def packed_as(answer: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
     """Answer for transformers, inside this context, which tokens of a row are of one sequence. None: all."""
-    before = _answer.set(answer)
+    token = _answer.set(answer)
     try:
         yield
     finally:
-        _answer.reset(before)
+        _answer.reset(token)
 
 
 def nothing_packed() -> AbstractContextManager[None]:

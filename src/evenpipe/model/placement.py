@@ -22,10 +22,10 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 AnyTensor_co = TypeVar("AnyTensor_co", bound=Tensor, covariant=True)
 
 
-def chunk(length: int, part: int, parts: int) -> range:
+def chunk(length: int, index: int, count: int) -> range:
     """Return the entries of one part, of `length` entries that `torch.chunk` cuts in `parts`."""
-    size = -(-length // parts)
-    return range(min(part * size, length), min((part + 1) * size, length))
+    size = -(-length // count)
+    return range(min(index * size, length), min((index + 1) * size, length))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class Cut:
         length, first, left = sum(map(len, held)), 0, list[range]()
         assert not self.segments or sum(self.segments) == length, f"{self} of {length} entries"
         for segment in self.segments or (length,):
-            own = chunk(segment, self.part, self.parts)
-            left += _entries(held, first + own.start, first + own.stop)
+            entries = chunk(segment, self.part, self.parts)
+            left += _entries(held, first + entries.start, first + entries.stop)
             first += segment
         return left or [range(held[-1].stop, held[-1].stop)]
 
@@ -62,11 +62,11 @@ class Box:
     @property
     def offsets(self) -> list[int]:
         """The first entry in the whole tensor, by dimension."""
-        return [one.start for one in self.whole]
+        return [entries.start for entries in self.whole]
 
     @property
     def sizes(self) -> list[int]:
-        return [one.stop - one.start for one in self.whole]
+        return [entries.stop - entries.start for entries in self.whole]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +101,11 @@ class TensorPlacement:
             if cut.dimension == dimension:
                 held = cut.of(held)
         joined = held[:1]
-        for one in held[1:]:
-            if joined[-1].stop == one.start:
-                joined[-1] = range(joined[-1].start, one.stop)
+        for following in held[1:]:
+            if joined[-1].stop == following.start:
+                joined[-1] = range(joined[-1].start, following.stop)
             else:
-                joined.append(one)
+                joined.append(following)
         return joined
 
     def boxes(self) -> Iterator[Box]:
@@ -116,19 +116,19 @@ class TensorPlacement:
             stops = list(itertools.accumulate(map(len, ranges)))
             by_dimension.append(
                 [
-                    (slice(one.start, one.stop), slice(stop - len(one), stop))
-                    for one, stop in zip(ranges, stops, strict=True)
+                    (slice(entries.start, entries.stop), slice(stop - len(entries), stop))
+                    for entries, stop in zip(ranges, stops, strict=True)
                 ]
             )
-        for places in itertools.product(*by_dimension):
-            yield Box(tuple(whole for whole, _ in places), tuple(local for _, local in places))
+        for slices in itertools.product(*by_dimension):
+            yield Box(tuple(full for full, _ in slices), tuple(local for _, local in slices))
 
-    def of(self, whole: Tensor) -> Tensor:
+    def of(self, full_tensor: Tensor) -> Tensor:
         """Return this part of the whole tensor, as a new one."""
-        part = whole.new_empty(self.local_shape)
+        shard = full_tensor.new_empty(self.local_shape)
         for box in self.boxes():
-            part[box.local] = whole[box.whole]
-        return part
+            shard[box.local] = full_tensor[box.whole]
+        return shard
 
     def of_entries(self, count: int) -> TensorPlacement:
         """Return which part is held of so many of the own entries of dimension 0, whole along all other dimensions."""
@@ -142,11 +142,13 @@ class TensorPlacement:
         Args:
             shape: of this process's part of the tensor, or with `whole` of the whole tensor.
         """
-        cut = {one.dimension for one in self.cuts}
-        own = self.shape if whole else self.local_shape
-        if len(shape) != len(own) or any(shape[dimension] != own[dimension] for dimension in cut):
+        cut_dimensions = {cut.dimension for cut in self.cuts}
+        lengths = self.shape if whole else self.local_shape
+        if len(shape) != len(lengths) or any(shape[dimension] != lengths[dimension] for dimension in cut_dimensions):
             return None
-        return replace(self, shape=tuple(self.shape[one] if one in cut else shape[one] for one in range(len(shape))))
+        return replace(
+            self, shape=tuple(self.shape[axis] if axis in cut_dimensions else shape[axis] for axis in range(len(shape)))
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,30 +163,30 @@ class Held(Generic[AnyTensor_co]):
         """Return a tensor that this process holds whole, and no process before it."""
         return Held(tensor, TensorPlacement(tuple(tensor.shape)))
 
-    def fill(self, whole: Tensor, start: int = 0) -> None:
+    def fill(self, full_tensor: Tensor, start: int = 0) -> None:
         """Copy this process's part of a whole tensor, of any device and dtype, into its own.
 
         start: `whole` holds the rows of dimension 0 from here on, and perhaps not the last ones; others stay as they
             are.
         """
-        own = self.tensor.detach()
+        local = self.tensor.detach()
         for box in self.placement.boxes():
             if not box.whole:  # a scalar
-                own.copy_(whole)
+                local.copy_(full_tensor)
                 continue
-            (rows, *others), (own_rows, *own_others) = box.whole, box.local
-            first, last = max(rows.start, start), min(rows.stop, start + len(whole))
+            (rows, *columns), (local_rows, *local_columns) = box.whole, box.local
+            first, last = max(rows.start, start), min(rows.stop, start + len(full_tensor))
             if first < last:
-                offset = own_rows.start - rows.start
-                part = whole[(slice(first - start, last - start), *others)]
-                own[(slice(first + offset, last + offset), *own_others)].copy_(part)
+                offset = local_rows.start - rows.start
+                source = full_tensor[(slice(first - start, last - start), *columns)]
+                local[(slice(first + offset, last + offset), *local_columns)].copy_(source)
 
 
 def _entries(held: Sequence[range], first: int, last: int) -> Iterator[range]:
     """Yield entries first to last, the last one excluded, counted through all ranges."""
     passed = 0
-    for one in held:
-        found = one[max(first - passed, 0) : max(last - passed, 0)]
-        if found:
-            yield found
-        passed += len(one)
+    for entries in held:
+        selected = entries[max(first - passed, 0) : max(last - passed, 0)]
+        if selected:
+            yield selected
+        passed += len(entries)

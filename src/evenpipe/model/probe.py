@@ -35,7 +35,7 @@ from evenpipe.model.spec import ModelSpec
 from evenpipe.model.structure import (
     PROBE_BATCH,
     PROBE_SEQUENCE,
-    Beside,
+    PassedTensor,
     Structure,
     build_skeleton,
     call_embedded,
@@ -65,7 +65,7 @@ class _Record:
     returned: list[torch.Tensor] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     sideways: list[str] = field(default_factory=list)
-    beside: list[torch.Tensor] = field(default_factory=list)
+    extras: list[torch.Tensor] = field(default_factory=list)
     """All tensors that layers receive besides the hidden states."""
     head_input: torch.Tensor | None = None
     writes_to_input: bool = False
@@ -74,7 +74,7 @@ class _Record:
         self.head_input = hidden
         return hidden.detach()[..., :1]
 
-    def layer_forward(self, index: int, arguments: list[str], returns: int, beside: Sequence[torch.Tensor | None]):
+    def layer_forward(self, index: int, arguments: list[str], returns: int, extras: Sequence[torch.Tensor | None]):
         """Return a forward for layer `index` that records its arguments and returns a new random tensor."""
 
         def transform(hidden: torch.Tensor) -> torch.Tensor:
@@ -84,14 +84,14 @@ class _Record:
             return self.returned[-1]
 
         argument = arguments[0]
-        identity = identity_forward(argument, returns, transform, beside)
+        identity = identity_forward(argument, returns, transform, extras)
 
         def forward(*args, **kwargs):
-            others: dict[str, Any] = dict(zip(arguments[1:], args[1:], strict=False))
-            others |= {name: value for name, value in kwargs.items() if args or name != argument}
-            for name, value in others.items():
+            extra_arguments: dict[str, Any] = dict(zip(arguments[1:], args[1:], strict=False))
+            extra_arguments |= {name: value for name, value in kwargs.items() if args or name != argument}
+            for name, value in extra_arguments.items():
                 tensors = [*_tensors(value)]
-                self.beside += tensors
+                self.extras += tensors
                 if any(tensor.requires_grad for tensor in tensors):
                     self.sideways.append(name)
             return identity(*args, **kwargs)
@@ -132,14 +132,14 @@ class _Probe:
     def run(
         self,
         form: Structure,
-        beside: Sequence[torch.Tensor | None] = (),
+        extras: Sequence[torch.Tensor | None] = (),
         rows: torch.Tensor | None = None,
     ) -> _Record:
         """Return what one forward shows if layers return and the model wants what `form` says. beside: the first of
         what they return besides the hidden states."""
         record = _Record()
         for index, layer in enumerate(self.layers):
-            layer.forward = record.layer_forward(index, self.arguments, form.returns, beside)
+            layer.forward = record.layer_forward(index, self.arguments, form.returns, extras)
         replace_head(self.model, form.head_module, record.take_head_input)
         rows = self.rows if rows is None else rows
         embedded = embed_rows(self.embedding, rows).clone()  # some families write to their input
@@ -179,10 +179,10 @@ class _Probe:
 
     def _hidden_between(self, form: Structure, received: torch.Tensor) -> EdgeTensor:
         """Return the form of hidden states that differ from the embedded tokens in shape."""
-        again = self.run(form, rows=self._rows_of(*SIZES[1])).received[0]
-        return EdgeTensor("hidden", self._shape_of("hidden states", received, again))
+        longer = self.run(form, rows=self._rows_of(*SIZES[1])).received[0]
+        return EdgeTensor("hidden", self._shape_of("hidden states", received, longer))
 
-    def _shape_of(self, what: str, *tensors: torch.Tensor) -> tuple[int | str, ...]:
+    def _shape_of(self, tensor_name: str, *tensors: torch.Tensor) -> tuple[int | str, ...]:
         """Return the shape of what layers hand on, from tensors for both of `SIZES`."""
         named = dict(zip(zip(*SIZES, strict=True), (SEQUENCES, TOKENS), strict=True))
         sizes = [*zip(*(tensor.shape for tensor in tensors), strict=False)]
@@ -191,7 +191,7 @@ class _Probe:
             shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
             batches = " and ".join(f"{sequences} sequences of {tokens} tokens" for sequences, tokens in SIZES)
             raise self.refused(
-                f"for {batches} its layers hand on {what} of the shapes {shapes}, and not token by token"
+                f"for {batches} its layers hand on {tensor_name} of the shapes {shapes}, and not token by token"
             )
         return shape
 
@@ -209,15 +209,15 @@ class _Probe:
                 f"its layers receive trainable tensors besides the hidden states ({_named(self.model, record)}), and"
                 " between stages only the hidden states travel"
             )
-        passed: list[Beside] = []
+        passed: list[PassedTensor] = []
         for entry in range(1, form.returns):  # attention weights, or another input of the next layer
-            beside = torch.rand((), dtype=torch.float64, requires_grad=True)
+            extra = torch.rand((), dtype=torch.float64, requires_grad=True)
             with contextlib.suppress(Exception):
-                takers = set(self.run(form, (*(None,) * (entry - 1), beside)).sideways)
-                passed += [Beside(entry, self.arguments.index(name), name) for name in sorted(takers)]
-        return form if not passed else self._with_others(form, passed)
+                takers = set(self.run(form, (*(None,) * (entry - 1), extra)).sideways)
+                passed += [PassedTensor(entry, self.arguments.index(name), name) for name in sorted(takers)]
+        return form if not passed else self._with_extras(form, passed)
 
-    def _with_others(self, form: Structure, passed: list[Beside]) -> Structure:
+    def _with_extras(self, form: Structure, passed: list[PassedTensor]) -> Structure:
         """Add to a form the floating-point tensors that layers pass on besides the hidden states. The self-check finds
         out whether integers (the tokens chosen for attention) matter to the next layer."""
         config = copy.deepcopy(self.model.config)
@@ -228,29 +228,29 @@ class _Probe:
             adapt(model, self.answers)
             returned = output_of_first_layer(model, form.layers_name, sizes)
             if not isinstance(returned, (tuple, list)):
-                names = ", ".join(beside.argument for beside in passed)
+                names = ", ".join(extra.argument for extra in passed)
                 raise self.refused(f"its layers hand on something unknown besides the hidden states ({names})")
             return returned
 
         narrow = output(torch.bfloat16, SIZES[0])
-        others = [one for one in passed if any(map(torch.is_floating_point, _tensors(narrow[one.entry])))]
-        if not others:
+        floating = [extra for extra in passed if any(map(torch.is_floating_point, _tensors(narrow[extra.entry])))]
+        if not floating:
             return form
         longer, wide = output(torch.bfloat16, SIZES[1]), output(torch.float64, SIZES[0])
         handed_on = []
-        for name, entry in (("hidden", 0), *((beside.argument, beside.entry) for beside in others)):
+        for name, entry in (("hidden", 0), *((extra.argument, extra.entry) for extra in floating)):
             shape, dtype = self._shape_of(name, narrow[entry], longer[entry]), narrow[entry].dtype
             if dtype == torch.bfloat16:
                 handed_on.append(EdgeTensor(name, shape))
             else:
                 handed_on.append(EdgeTensor(name, shape, dtype, widens=wide[entry].dtype != dtype))
-        return replace(form, handed_on=tuple(handed_on), beside=tuple(others))
+        return replace(form, handed_on=tuple(handed_on), beside=tuple(floating))
 
     def outer_parameters(self, record: _Record, form: Structure) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the parameters outside the layers that belong to the first and to the last stage."""
         assert record.head_input is not None
-        before, after = _leaves(record.received[0]), _leaves(record.head_input)
-        if any(id(hidden) in after for hidden in [self.rows, *record.returned[:-1]]):
+        before_layers, after_layers = _leaves(record.received[0]), _leaves(record.head_input)
+        if any(id(hidden) in after_layers for hidden in [self.rows, *record.returned[:-1]]):
             raise self.refused("its output uses hidden states other than the last layer's")
         if (last := self.answers.last_parameters) is not None:
             for name in last:
@@ -258,13 +258,13 @@ class _Probe:
                     accepted = f"names of parameters outside the layers{nearest(name, self.numbers)}"
                     raise refused("spec.last_parameters", last, accepted)
             return tuple(name for name in self.numbers if name not in last), last
-        last = tuple(name for name, leaf in self.numbers.items() if id(leaf) in after)
+        last = tuple(name for name, leaf in self.numbers.items() if id(leaf) in after_layers)
         for name in last:
-            if id(self.numbers[name]) in before:
+            if id(self.numbers[name]) in before_layers:
                 raise self.refused(f"its parameter {name} acts both before and after the layers")
         # Parameters that are not used for text (an image tower) get no gradient, and belong to the first stage.
         first = tuple(name for name in self.numbers if name not in last)
-        silent = [name for name in first if id(self.numbers[name]) not in before]
+        silent = [name for name in first if id(self.numbers[name]) not in before_layers]
         if silent and (name := _acts_unseen(lambda: self.run(form), self.shown, silent)):
             raise self.refused(f"its parameter {name} acts on the layers or after them without a gradient")
         return first, last
@@ -282,8 +282,8 @@ class _Probe:
         token = form.wants_token
         if token is None:
             with contextlib.suppress(Exception):  # some forwards fail on token ids without the embedding's weights
-                asked = self.run(replace(form, wants_token=self.neutral_token)).received[0]
-                token = None if torch.equal(embedded, asked) else self.neutral_token
+                from_token_ids = self.run(replace(form, wants_token=self.neutral_token)).received[0]
+                token = None if torch.equal(embedded, from_token_ids) else self.neutral_token
         self.model.train()
         return token
 
@@ -335,19 +335,19 @@ def _acts_unseen(run: Callable[[], _Record], shown: dict[str, torch.Tensor], nam
     """Return the first of these parameters, which get no gradient (tables read under `no_grad`), that affects more than
     the first layer's hidden states; empty if there is none."""
 
-    def found() -> list[torch.Tensor]:
+    def outputs() -> list[torch.Tensor]:
         torch.default_generator.manual_seed(0)
         record = run()
         assert record.head_input is not None
-        return [*record.beside, record.head_input.detach()]
+        return [*record.extras, record.head_input.detach()]
 
     def differs(changed: list[str]) -> bool:
-        before = found()
+        original = outputs()
         with torch.no_grad():
             for name in changed:
                 shown[name].add_(1.0)
-        after = found()
-        return len(before) != len(after) or not all(map(torch.equal, before, after))
+        perturbed = outputs()
+        return len(original) != len(perturbed) or not all(map(torch.equal, original, perturbed))
 
     return next((name for name in names if differs([name])), "") if differs(names) else ""
 
@@ -359,25 +359,29 @@ def output_of_first_layer(
 
     sizes: sequences and tokens.
     """
-    found = []
+    outputs = []
 
     def stop(module: nn.Module, args: tuple, output: Any) -> None:
-        found.append(output)
+        outputs.append(output)
         raise StopIteration("the other layers are like it")
 
     layers_of(model, layers_name)[0].register_forward_hook(stop)
     token_ids = torch.zeros(sizes, dtype=torch.int64, device="meta")
     with torch.no_grad(), nothing_packed(), contextlib.suppress(Exception):
         model(input_ids=token_ids, use_cache=False)
-    return found[0] if found else None
+    return outputs[0] if outputs else None
 
 
 def _named(model: PreTrainedModel, record: _Record) -> str:
     """Return the arguments in which layers receive more than hidden states, and related settings of the config."""
     names = sorted(set(record.sideways))
     settings = vars(model.config.get_text_config()).items()
-    said = [f"{name} = {value}" for name, value in settings if value and any(one.rstrip("s") in name for one in names)]
-    return ", ".join(names) + (f"; see {', '.join(said)} in its config" if said else "")
+    related = [
+        f"{name} = {value}"
+        for name, value in settings
+        if value and any(argument.rstrip("s") in name for argument in names)
+    ]
+    return ", ".join(names) + (f"; see {', '.join(related)} in its config" if related else "")
 
 
 def _leaves(output: torch.Tensor) -> set[int]:

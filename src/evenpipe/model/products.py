@@ -97,8 +97,8 @@ SUMMED = "_summed"
 
 def products_of(layer: nn.Module) -> Products:
     """Return the products of a linear layer, or of a module of experts."""
-    found: Products = layer.__dict__.get("_products", PLAIN)
-    return found
+    products: Products = layer.__dict__.get("_products", PLAIN)
+    return products
 
 
 def has_grouped(*tensors: Tensor) -> bool:
@@ -112,12 +112,12 @@ def has_grouped(*tensors: Tensor) -> bool:
     return not tensors[0].is_cuda or torch.cuda.get_device_capability(tensors[0].device) >= (8, 0)
 
 
-def fill_grouped(result: Tensor, places: Tensor, rows: Tensor, matrices: Tensor, groups: Groups) -> None:
+def fill_grouped(result: Tensor, positions: Tensor, rows: Tensor, matrices: Tensor, groups: Groups) -> None:
     """Write plain products [rows, a] x [experts, a, b] to these places of [more rows, b], without a copy on a CPU. The
     places of an expert follow each other."""
     for expert, (start, end) in enumerate(groups.spans):
         if start < end:
-            first = int(places[start])
+            first = int(positions[start])
             torch.mm(rows[start:end], matrices[expert], out=result[first : first + end - start])
 
 

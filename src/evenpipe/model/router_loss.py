@@ -103,9 +103,9 @@ def wants_router_loss(config: Any) -> bool:
 def without_router_loss(config: Any) -> Any:
     """Return a copy of a config with the option off, so that a forward on stand-ins computes no loss."""
     config = copy.deepcopy(config)
-    for one in (config, config.get_text_config()):
-        if getattr(one, OPTION, False):
-            setattr(one, OPTION, False)
+    for configuration in (config, config.get_text_config()):
+        if getattr(configuration, OPTION, False):
+            setattr(configuration, OPTION, False)
     return config
 
 
@@ -126,11 +126,11 @@ def probe_router_loss(model: PreTrainedModel, structure: Structure) -> RouterLos
     theirs = names.get(FUNCTION)
     if theirs is None or not router_modules(model, structure.layers_name):
         raise _refused(architecture, "transformers computes no loss of its routers that could be trained")
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     value = torch.zeros((), dtype=torch.float64, requires_grad=True)
 
     def stand_in(*args: Any, **kwargs: Any) -> torch.Tensor:
-        found.update(inspect.signature(theirs).bind(*args, **kwargs).arguments)
+        arguments.update(inspect.signature(theirs).bind(*args, **kwargs).arguments)
         return value
 
     embedding = embedding_of(model, structure.embedding_module)
@@ -142,23 +142,25 @@ def probe_router_loss(model: PreTrainedModel, structure: Structure) -> RouterLos
     mask = torch.ones_like(labels)
 
     def loss(on: bool) -> torch.Tensor:
-        given = {"labels": labels, "attention_mask": mask, OPTION: on, "return_dict": True}
-        return call_embedded(model, embedding, structure.wants_token, hidden, **given).loss
+        kwargs = {"labels": labels, "attention_mask": mask, OPTION: on, "return_dict": True}
+        return call_embedded(model, embedding, structure.wants_token, hidden, **kwargs).loss
 
     try:
         with _replaced(names, FUNCTION, stand_in):
             plain, with_it = loss(False), loss(True)
         (coefficient,) = torch.autograd.grad(with_it, value)
-        router_loss = RouterLoss(float(coefficient), int(found["num_experts"]), int(found["top_k"]))
-        alone = torch.equal(plain.detach().double(), with_it.detach().double())
+        router_loss = RouterLoss(float(coefficient), int(arguments["num_experts"]), int(arguments["top_k"]))
+        loss_unchanged = torch.equal(plain.detach().double(), with_it.detach().double())
     except Exception as error:  # families raise many types on a forward without layers
         raise _refused(architecture, f"what it does with it is not seen ({type(error).__name__})") from error
-    if not alone or found.get("attention_mask") is not mask or not _agrees(router_loss, theirs):
+    if not loss_unchanged or arguments.get("attention_mask") is not mask or not _agrees(router_loss, theirs):
         raise _refused(architecture, "its loss of the routers is another than Mixtral's")
     return router_loss
 
 
-def router_modules(model: PreTrainedModel, layers_name: str, kept: range | None = None) -> list[tuple[nn.Module, int]]:
+def router_modules(
+    model: PreTrainedModel, layers_name: str, kept_layers: range | None = None
+) -> list[tuple[nn.Module, int]]:
     """Return (module, index in its output) of all modules whose output transformers records as router logits.
 
     Args:
@@ -167,15 +169,17 @@ def router_modules(model: PreTrainedModel, layers_name: str, kept: range | None 
     recorders = getattr(type(model.base_model), "_can_record_outputs", None) or {}
     recorders = recorders.get("router_logits", [])
     recorders = recorders if isinstance(recorders, list) else [recorders]
-    found = []
+    modules = []
     for name, module in model.named_modules():
         if not name.startswith(f"{layers_name}."):
             continue
         layer = name.removeprefix(f"{layers_name}.").partition(".")[0]
-        if kept is not None and int(layer) not in kept:
+        if kept_layers is not None and int(layer) not in kept_layers:
             continue
-        found += [(module, getattr(one, "index", 1)) for one in recorders if _matches(one, name, module)]
-    return found
+        modules += [
+            (module, getattr(recorder, "index", 1)) for recorder in recorders if _matches(recorder, name, module)
+        ]
+    return modules
 
 
 def _matches(recorder: Any, name: str, module: nn.Module) -> bool:
@@ -197,12 +201,12 @@ def _globals_of_forward(model: nn.Module) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _replaced(names: dict[str, Any], name: str, value: Any) -> Iterator[None]:
-    before = names[name]
+    original = names[name]
     names[name] = value
     try:
         yield
     finally:
-        names[name] = before
+        names[name] = original
 
 
 def _agrees(ours: RouterLoss, theirs: Callable[..., torch.Tensor]) -> bool:
@@ -213,11 +217,11 @@ def _agrees(ours: RouterLoss, theirs: Callable[..., torch.Tensor]) -> bool:
     logits = [torch.randn(6, ours.experts, generator=generator, requires_grad=True) for _ in range(2)]
     for mask in (None, torch.tensor([[1, 1, 0], [1, 1, 1]])):
         expected = theirs(tuple(logits), ours.experts, ours.choices, mask)
-        wanted = torch.autograd.grad(ours.coefficient * expected, logits)
+        expected_gradients = torch.autograd.grad(ours.coefficient * expected, logits)
         totals, probabilities = ours.add(ours.start(), logits, mask)
-        found = torch.autograd.grad(probabilities, logits, ours.gradient(totals, 1.0))
-        pairs = zip((*found, ours.value(totals)), (*wanted, expected.detach()), strict=True)
-        if not all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in pairs):
+        gradients = torch.autograd.grad(probabilities, logits, ours.gradient(totals, 1.0))
+        pairs = zip((*gradients, ours.value(totals)), (*expected_gradients, expected.detach()), strict=True)
+        if not all(torch.allclose(actual, reference, rtol=1e-5, atol=1e-7) for actual, reference in pairs):
             return False
     return True
 

@@ -49,8 +49,8 @@ class RowWork:
 
     def share(self, length: int) -> float:
         """Return the share of attention in the work on a row of `length` tokens."""
-        whole = self.on(length)
-        return self.attention(length) / whole if whole else 0.0
+        total = self.on(length)
+        return self.attention(length) / total if total else 0.0
 
     def with_share(self, share: float, length: int) -> RowWork:
         """Return the same, with another share of attention on rows of `length` tokens; unchanged without attention."""
@@ -58,10 +58,10 @@ class RowWork:
         if not attention:
             return self
         share = min(max(share, 0.0), 1.0)
-        whole = self.on(length)
-        scale = share * whole / attention
+        total = self.on(length)
+        scale = share * total / attention
         per_key = tuple((window, work * scale) for window, work in self.per_key)
-        return replace(self, per_token=(1 - share) * whole / length, per_key=per_key)
+        return replace(self, per_token=(1 - share) * total / length, per_key=per_key)
 
     def as_measured(self, layers: Sequence[float], tokens: Sequence[float], length: int) -> RowWork:
         """Return the same, with the share of attention that fits measured times best.
@@ -70,21 +70,21 @@ class RowWork:
         likewise.
         """
         ends = [0]
-        for before in range(1, len(tokens)):
-            ends.append(round(sum(tokens[:before]) / sum(tokens) * length))
-        own = [self.attention(end) - self.attention(start) for start, end in pairwise((*ends, length))]
-        whole = sum(own)
-        if not whole or len(layers) < 2:
+        for stop in range(1, len(tokens)):
+            ends.append(round(sum(tokens[:stop]) / sum(tokens) * length))
+        slice_work = [self.attention(end) - self.attention(start) for start, end in pairwise((*ends, length))]
+        total = sum(slice_work)
+        if not total or len(layers) < 2:
             return self
         # layers = (1 - share) tokens + share attention, each as parts of its sum
         times = [time / sum(layers) for time in layers]
         lengths = [count / sum(tokens) for count in tokens]
-        apart = [one / whole - count for one, count in zip(own, lengths, strict=True)]
-        above = [time - count for time, count in zip(times, lengths, strict=True)]
-        scatter = sum(one * one for one in apart)
+        excess_attention = [work / total - count for work, count in zip(slice_work, lengths, strict=True)]
+        excess_time = [time - count for time, count in zip(times, lengths, strict=True)]
+        scatter = sum(work * work for work in excess_attention)
         if not scatter:
             return self
-        return self.with_share(sum(a * b for a, b in zip(apart, above, strict=True)) / scatter, length)
+        return self.with_share(sum(a * b for a, b in zip(excess_attention, excess_time, strict=True)) / scatter, length)
 
 
 def _pairs(tokens: int, window: int | None) -> float:
@@ -105,9 +105,9 @@ def slice_ends(work: RowWork, length: int, slices: int, multiple: int) -> tuple[
     assert length % multiple == 0 and length >= slices * multiple
     if length % _TILE == 0 and length >= 4 * slices * _TILE:
         multiple = math.lcm(multiple, _TILE)
-    whole, ends = work.on(length), [0]
+    total, ends = work.on(length), [0]
     for number in range(1, slices):
-        tokens = bisect_left(range(1, length + 1), whole * number / slices, key=work.on) + 1
+        tokens = bisect_left(range(1, length + 1), total * number / slices, key=work.on) + 1
         nearest = round(tokens / multiple) * multiple
         ends.append(min(max(nearest, ends[-1] + multiple), length - (slices - number) * multiple))
     return (*ends[1:], length)

@@ -86,43 +86,43 @@ class Unit:
             gap.copy_(value)
 
     def refuse(self, prefix: str, key: str) -> NoReturn:
-        what = ".".join(part for part in (self.name, prefix, key) if part)
+        tensor = ".".join(component for component in (self.name, prefix, key) if component)
         architecture = type(self.model).__name__
-        raise InputError(f"transformers gives no fresh value to {what}, so {architecture} cannot be built in parts.")
+        raise InputError(f"transformers gives no fresh value to {tensor}, so {architecture} cannot be built in parts.")
 
     def _construct(self) -> nn.Module | None:
         """Build the same module with storage on the CPU; None if its constructor requires unusual arguments."""
         config = self.model.config.get_text_config()
-        wanted = inspect.signature(type(self.module).__init__).parameters
-        offered: dict[str, Any] = {name: getattr(config, name) for name in wanted if hasattr(config, name)}
+        parameters = inspect.signature(type(self.module).__init__).parameters
+        offered: dict[str, Any] = {name: getattr(config, name) for name in parameters if hasattr(config, name)}
         offered["config"] = config
         for name in ("layer_idx", "layer_index", "layer_id", "layer_number", "idx"):
             offered[name] = self.layer_index
         try:
             with torch.device("cpu"):
-                return type(self.module)(**{name: offered[name] for name in wanted if name in offered})
+                return type(self.module)(**{name: offered[name] for name in parameters if name in offered})
         except Exception:  # unusual constructor; the caller refuses with the name
             return None
 
 
 def units(model: PreTrainedModel, layers_name: str) -> list[Unit]:
     """Return all units of a model: every layer, and every module outside the list of layers."""
-    found = []
+    result = []
 
     def walk(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
         owner = module if isinstance(module, PreTrainedModel) else owner
         if name and name != layers_name and not layers_name.startswith(f"{name}."):
-            found.append(Unit(name, module, owner, model, None))
+            result.append(Unit(name, module, owner, model, None))
             return
         for child_name, child in module.named_children():
             inner = f"{name}.{child_name}" if name else child_name
             if name == layers_name:
-                found.append(Unit(inner, child, owner, model, int(child_name)))
+                result.append(Unit(inner, child, owner, model, int(child_name)))
             else:
                 walk(child, inner, owner)
 
     walk(model, "", model)
-    return found
+    return result
 
 
 def children_first(
@@ -135,9 +135,9 @@ def children_first(
     yield name, module, owner
 
 
-def module_and_owner(model: PreTrainedModel, wanted: str) -> tuple[nn.Module, PreTrainedModel]:
+def module_and_owner(model: PreTrainedModel, target: str) -> tuple[nn.Module, PreTrainedModel]:
     """Return the module of that name, and the transformers model whose rules apply to it."""
-    return next((module, owner) for name, module, owner in children_first(model, "", model) if name == wanted)
+    return next((module, owner) for name, module, owner in children_first(model, "", model) if name == target)
 
 
 def marked(shape: torch.Size, dtype: torch.dtype, device: str | torch.device = "cpu") -> torch.Tensor:
@@ -156,7 +156,7 @@ def untouched(tensor: torch.Tensor) -> bool:
     return tensor.dtype != torch.bool and bool((tensor == torch.iinfo(tensor.dtype).min).any())
 
 
-def restore_buffers(model: PreTrainedModel, layers_name: str, kept: range) -> None:
+def restore_buffers(model: PreTrainedModel, layers_name: str, kept_layers: range) -> None:
     """Give every meta buffer its value (rotary frequencies, embedding scales, ...) on the CPU.
 
     Parameters stay on the meta device, and so do layers outside `kept`. Buffers keep their original dtype: rotary
@@ -165,7 +165,7 @@ def restore_buffers(model: PreTrainedModel, layers_name: str, kept: range) -> No
     Raises:
         InputError: neither transformers' rules nor the module's constructor give a buffer its value.
     """
-    parts = [unit for unit in units(model, layers_name) if unit.layer_index is None or unit.layer_index in kept]
+    parts = [unit for unit in units(model, layers_name) if unit.layer_index is None or unit.layer_index in kept_layers]
     around = [  # the models around the layers
         Unit(name, module, owner, model, None)
         for name, module, owner in children_first(model, "", model)
@@ -186,12 +186,12 @@ def restore_buffers(model: PreTrainedModel, layers_name: str, kept: range) -> No
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Set the default dtype of the rules to the model's, as transformers does when it builds the model."""
-    before = torch.get_default_dtype()
+    previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous)
 
 
 def _buffers(module: nn.Module) -> Tensors:

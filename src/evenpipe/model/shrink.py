@@ -72,15 +72,15 @@ STEPS = ({"narrow": True, "moved": True}, {"narrow": True, "moved": False}, {"na
 def said_of_layers(config: PreTrainedConfig, layers: int) -> list[list[Any]]:
     """Return all per-layer settings of a config, each as a list with one value per layer."""
     config = config.get_text_config()
-    said = [list(value) for value in vars(config).values() if _is_per_layer(value, layers)]
+    settings = [list(value) for value in vars(config).values() if _is_per_layer(value, layers)]
     for name, value in vars(config).items():
         if _are_indices(value, name, layers):
-            said.append([index in value for index in range(layers)])
-    return [*said, *_layerwise(config).values()]
+            settings.append([index in value for index in range(layers)])
+    return [*settings, *_layerwise(config).values()]
 
 
 def small_config(
-    config: PreTrainedConfig, layers: int, kept: Sequence[int], *, narrow: bool, moved: bool
+    config: PreTrainedConfig, layers: int, kept_layers: Sequence[int], *, narrow: bool, moved: bool
 ) -> PreTrainedConfig:
     """Return a copy with few layers and few tokens.
 
@@ -90,43 +90,43 @@ def small_config(
         narrow: make widths small too.
         moved: change multipliers, scales and soft-caps (a multiplier of 1 has no effect that a test could see).
     """
-    whole = copy.deepcopy(config)
-    small = whole.get_text_config()
+    result = copy.deepcopy(config)
+    small = result.get_text_config()
     layerwise = _layerwise(small)
     if layerwise:
         small.per_layer_config = None  # the settings of all layers can then be read and set
     usual = {name: getattr(small, name, None) for name in layerwise}
     for name, value in list(vars(small).items()):
         if _is_per_layer(value, layers):
-            entries = [value[index] for index in kept]
+            entries = [value[index] for index in kept_layers]
             _set(small, name, type(value)(entries))
         elif _are_indices(value, name, layers):
-            places = [place for place, index in enumerate(kept) if index in value]
-            _set(small, name, type(value)(places))
+            positions = [position for position, index in enumerate(kept_layers) if index in value]
+            _set(small, name, type(value)(positions))
         elif LAYER_COUNT.search(name) and _is_whole(value) and value % layers == 0:  # LongCat counts each twice
-            _set(small, name, value // layers * len(kept))
+            _set(small, name, value // layers * len(kept_layers))
     if narrow:
         _narrow(small)
     _fewer_tokens(small)
     if layerwise:
         small.per_layer_config = {
-            place: {
+            position: {
                 name: _in_proportion(values[index], usual[name], getattr(small, name, None))
                 for name, values in layerwise.items()
             }
-            for place, index in enumerate(kept)
+            for position, index in enumerate(kept_layers)
         }
-    for part in _parts(small):
-        _make_telling(part, moved)
-    for tower in vars(whole).values():  # towers for images or sound are not used for text
+    for nested in _nested_configs(small):
+        _make_telling(nested, moved)
+    for tower in vars(result).values():  # towers for images or sound are not used for text
         if isinstance(tower, PreTrainedConfig) and tower.model_type and tower is not small:
             for name, value in list(vars(tower).items()):
                 if LAYER_COUNT.search(name) and _is_whole(value):
                     _set(tower, name, min(value, 1))
-    if whole._attn_implementation not in (None, "eager", "sdpa"):
-        whole._attn_implementation = None  # kernels for accelerators do not run here
-    whole._experts_implementation = "eager"  # the grouped product of experts takes no fp64
-    return whole
+    if result._attn_implementation not in (None, "eager", "sdpa"):
+        result._attn_implementation = None  # kernels for accelerators do not run here
+    result._experts_implementation = "eager"  # the grouped product of experts takes no fp64
+    return result
 
 
 def _is_whole(value: Any) -> TypeGuard[int]:
@@ -163,30 +163,32 @@ def _in_proportion(value: Any, usual: Any, small: Any) -> Any:
     return near if near != small else 2 * small if value > usual else max(1, small // 2)
 
 
-def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+def _nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """Yield a config and its nested configs that are not models themselves (DBRX's `attn_config`)."""
     yield config
-    yield from (part for part in vars(config).values() if isinstance(part, PreTrainedConfig) and not part.model_type)
+    yield from (
+        value for value in vars(config).values() if isinstance(value, PreTrainedConfig) and not value.model_type
+    )
 
 
 def _narrow(small: PreTrainedConfig) -> None:
-    before = copy.deepcopy(small)
-    hidden, heads = getattr(before, "hidden_size", None), getattr(before, "num_attention_heads", None)
-    for part in _parts(small):
-        for name, value in list(vars(part).items()):
+    original = copy.deepcopy(small)
+    hidden, heads = getattr(original, "hidden_size", None), getattr(original, "num_attention_heads", None)
+    for nested in _nested_configs(small):
+        for name, value in list(vars(nested).items()):
             if GROUP_COUNT.search(name) and _is_whole(value):
-                of = getattr(before, name.replace("key_value", "attention").replace("key", "value"), heads)
-                _set(part, name, _fewer_groups(value, of if _is_whole(of) else heads))
+                of = getattr(original, name.replace("key_value", "attention").replace("key", "value"), heads)
+                _set(nested, name, _fewer_groups(value, of if _is_whole(of) else heads))
             elif not name.startswith("rope"):
-                _set(part, name, _smaller(name, value, hidden))
-    turned = getattr(before, "qk_rope_head_dim", None)
-    for name in LATENT if _is_whole(turned) else HEADS_OF:
-        size = vars(before).get(name)
-        count = next((count for count in HEADS_OF.get(name, ()) if _is_whole(getattr(before, count, None))), None)
-        if _is_whole(size) and _is_whole(turned):
-            _set(small, name, max(1, size * min(turned, ROTARY) // turned))
+                _set(nested, name, _smaller(name, value, hidden))
+    rotary_size = getattr(original, "qk_rope_head_dim", None)
+    for name in LATENT if _is_whole(rotary_size) else HEADS_OF:
+        size = vars(original).get(name)
+        count = next((count for count in HEADS_OF.get(name, ()) if _is_whole(getattr(original, count, None))), None)
+        if _is_whole(size) and _is_whole(rotary_size):
+            _set(small, name, max(1, size * min(rotary_size, ROTARY) // rotary_size))
         elif _is_whole(size) and count is not None:
-            _set(small, name, _scaled(size * getattr(before, count), hidden) // getattr(small, count))
+            _set(small, name, _scaled(size * getattr(original, count), hidden) // getattr(small, count))
     _shorten_rotary_factors(small)
 
 

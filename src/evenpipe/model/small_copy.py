@@ -106,30 +106,30 @@ class SmallCopies:
                 try:
                     if step not in self._configs:
                         self._configs[step] = _choose(description, **STEPS[step])
-                    config, kept = self._configs[step]
+                    config, kept_layers = self._configs[step]
                     model = _build(type(description.skeleton), config, dtype)
                     small = describe(model, spec=description.spec)  # before a use, which changes BigBird's modules
-                    small = _transformed(small, description.transforms, kept)
+                    small = _transformed(small, description.transforms, kept_layers)
                     with torch.no_grad():
                         logits = model(input_ids=torch.arange(6).view(2, 3), use_cache=False, return_dict=True).logits
                     if not logits.isfinite().all():
                         raise InputError("its logits are not finite")
                     if _form(small) != _form(description):
                         raise InputError("it is put together in another way")
-                    return SmallCopy(small, dtype, kept, exact)
+                    return SmallCopy(small, dtype, kept_layers, exact)
                 except Exception as error:  # families raise many types on unsupported widths
                     failures.append(error)
         failure = failures[0]
         kind = "" if isinstance(failure, InputError) else f"{type(failure).__name__}: "
-        told, place = f"{kind}{first_line(failure)}", line_of_model(failure)
-        if place is not None and place == line_of_model(_failure_at_its_size(description)):
+        reason, location = f"{kind}{first_line(failure)}", line_of_model(failure)
+        if location is not None and location == line_of_model(_failure_at_its_size(description)):
             raise InputError(
-                f"{description.architecture} does not run with this config, in transformers and uncut either ({told}"
-                f" at {place}): correct the sizes and options in the model's config."
+                f"{description.architecture} does not run with this config, in transformers and uncut either ({reason}"
+                f" at {location}): correct the sizes and options in the model's config."
             )
         raise InputError(
             f"{description.architecture} cannot be compared with its stages on a small copy, as its config cannot be"
-            f" made small ({told}): pass self_check=False to train it unchecked."
+            f" made small ({reason}): pass self_check=False to train it unchecked."
         )
 
 
@@ -177,10 +177,12 @@ def choices_of_layers(config: PreTrainedConfig, kinds: Sequence[Hashable]) -> li
     repeated.
     """
     count = len(kinds)
-    told = list(zip(kinds, *([repr(value) for value in said] for said in said_of_layers(config, count)), strict=True))
-    first = {told.index(kind) for kind in told}
-    others = [index for index in range(count) if index not in first]
-    fewest = sorted([*first, *others[: max(0, MINIMUM_LAYERS - len(first))]])
+    signatures = list(
+        zip(kinds, *([repr(value) for value in values] for values in said_of_layers(config, count)), strict=True)
+    )
+    first = {signatures.index(kind) for kind in signatures}
+    remaining = [index for index in range(count) if index not in first]
+    fewest = sorted([*first, *remaining[: max(0, MINIMUM_LAYERS - len(first))]])
     choices = [fewest, list(range(max(max(first) + 1, min(count, MINIMUM_LAYERS)))), list(range(count))]
     return [[choice[index % len(choice)] for index in range(max(len(choice), MINIMUM_LAYERS))] for choice in choices]
 
@@ -206,17 +208,17 @@ def _choose(description: Description, **step: bool) -> tuple[PreTrainedConfig, l
     """Return a small config, and for each of its layers that of the model."""
     name = description.structure.layers_name
     kinds = kinds_of_layers(layers_of(description.skeleton, name))
-    for kept in choices_of_layers(description.config, kinds):
-        config = small_config(description.config, len(kinds), kept, **step)
+    for kept_layers in choices_of_layers(description.config, kinds):
+        config = small_config(description.config, len(kinds), kept_layers, **step)
         skeleton = build_skeleton(config, torch.float32, type(description.skeleton))
         description.adapt(skeleton)
-        apply_to_all(skeleton, name, [Renumbered(description.transforms, kept)])
+        apply_to_all(skeleton, name, [Renumbered(description.transforms, kept_layers)])
         if len({*kinds_of_layers(layers_of(skeleton, name))}) == len({*kinds}):
             break
     size = sum(parameter.numel() for parameter in skeleton.parameters())
     if size > SMALL_ENOUGH:
         raise InputError(f"{size:,} parameters remain")
-    return config, kept
+    return config, kept_layers
 
 
 def _build(model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -230,19 +232,19 @@ def _build(model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: 
     return model.train()
 
 
-def _transformed(small: Description, transforms: Sequence[LayerTransform], kept: Sequence[int]) -> Description:
+def _transformed(small: Description, transforms: Sequence[LayerTransform], kept_layers: Sequence[int]) -> Description:
     """Return a small copy, whose live model changes with it, after the transforms of its model."""
     if not transforms:
         return small
-    own = Renumbered(transforms, tuple(kept))
-    after = transformed(small, [own])
-    apply_to_all(small.model, small.structure.layers_name, [own])
-    for name, module in added_modules(small.model, after.added):
+    renumbered = Renumbered(transforms, tuple(kept_layers))
+    result = transformed(small, [renumbered])
+    apply_to_all(small.model, small.structure.layers_name, [renumbered])
+    for name, module in added_modules(small.model, result.added):
         reset_added(name, module, seed=0)
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(NOISE * torch.randn_like(parameter))
-    return after
+    return result
 
 
 def _failure_at_its_size(description: Description) -> Exception | None:

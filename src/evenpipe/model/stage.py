@@ -35,7 +35,7 @@ from evenpipe.model.placement import TensorPlacement
 from evenpipe.model.router_loss import OPTION, router_modules
 from evenpipe.model.rules import marked
 from evenpipe.model.structure import (
-    Beside,
+    PassedTensor,
     Structure,
     call_embedded,
     embed_rows,
@@ -53,9 +53,9 @@ from evenpipe.model.structure import (
 class Relay:
     """Carries the tensors of one call between `Stage.forward` and the hooks in the model; empty between calls."""
 
-    hidden: Beside
+    hidden: PassedTensor
     """Where layers take the hidden states, and return them."""
-    beside: tuple[Beside, ...]
+    beside: tuple[PassedTensor, ...]
     """As `Structure.beside`."""
     received: tuple[torch.Tensor, ...] = ()
     stand_in: torch.Tensor | None = None
@@ -68,8 +68,8 @@ class Relay:
 
     def inject(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Replace a layer's hidden states, and what comes with them, by the received ones."""
-        for where, tensor in zip((self.hidden, *self.beside), self.received, strict=False):
-            args, kwargs = where.replaced(args, kwargs, tensor)
+        for slot, tensor in zip((self.hidden, *self.beside), self.received, strict=False):
+            args, kwargs = slot.replaced(args, kwargs, tensor)
         return args, kwargs
 
     def capture_input(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -80,7 +80,7 @@ class Relay:
     def capture_output(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Take a layer's output as the result, and replace its hidden states by the stand-in."""
         if isinstance(output, (tuple, list)):
-            self.result = (output[0], *(output[one.entry] for one in self.beside))
+            self.result = (output[0], *(output[extra.entry] for extra in self.beside))
             return type(output)((self.stand_in, *output[1:]))
         self.result = (output,)
         return self.stand_in
@@ -106,41 +106,41 @@ class Stage(nn.Module):
     included: they are sharded over all devices.
     """
 
-    def __init__(self, description: Description, part: Part):
+    def __init__(self, description: Description, spec: Part):
         super().__init__()
-        self.first, self.last, self.is_first, self.is_last = part.first, part.last, part.is_first, part.is_last
+        self.first, self.last, self.is_first, self.is_last = spec.first, spec.last, spec.is_first, spec.is_last
         structure = description.structure
-        self.held, self.tensor_ranks = part.held, part.tensor_ranks
-        self.incoming = description.edge(part.first, part.compute_dtype, outer=part.is_first)
-        self.outgoing = description.edge(part.last, part.compute_dtype, outer=part.is_last)
-        self._hidden = structure.handed_on[0].computed_in(part.compute_dtype)
-        self._embedded = hidden_of_width(description.hidden_size).computed_in(part.compute_dtype)
+        self.held, self.tensor_ranks = spec.held, spec.tensor_ranks
+        self.incoming = description.edge(spec.first, spec.compute_dtype, outer=spec.is_first)
+        self.outgoing = description.edge(spec.last, spec.compute_dtype, outer=spec.is_last)
+        self._hidden = structure.handed_on[0].computed_in(spec.compute_dtype)
+        self._embedded = hidden_of_width(description.hidden_size).computed_in(spec.compute_dtype)
         self.layer_argument = structure.layer_argument
-        relay = self._relay = Relay(Beside(0, 0, structure.layer_argument), structure.beside)
-        own = range(part.first, part.last)
-        whole = copies(description, part.dtype).of(own)
-        self._compute_dtype = part.compute_dtype
-        self.kept = copies(description, part.compute_dtype).kept
+        relay = self._relay = Relay(PassedTensor(0, 0, structure.layer_argument), structure.beside)
+        layer_range = range(spec.first, spec.last)
+        model = copies(description, spec.dtype).of(layer_range)
+        self._compute_dtype = spec.compute_dtype
+        self.kept = copies(description, spec.compute_dtype).kept
         """Names of parameters, perhaps of other stages, that stay in fp32 in a model of the computing dtype."""
         if wide := self.kept.intersection(description.vocabulary_names):
             raise InputError(
-                f"compute_dtype = {part.compute_dtype}: transformers keeps {min(wide)} of {description.architecture} in"
+                f"compute_dtype = {spec.compute_dtype}: transformers keeps {min(wide)} of {description.architecture} in"
                 " fp32, and both vocabulary layers compute in the dtype of the layers; compute in torch.float32."
             )
-        open_ends(whole, structure, relay.take_head_input, dtype=part.compute_dtype, torch_device=part.torch_device)
-        _materialise(whole, description, part)
-        _place_hooks(layers_of(whole, structure.layers_name), structure, part, relay)
+        open_ends(model, structure, relay.take_head_input, dtype=spec.compute_dtype, torch_device=spec.torch_device)
+        _materialise(model, description, spec)
+        _place_hooks(layers_of(model, structure.layers_name), structure, spec, relay)
         if description.router_loss is not None:
-            for module, index in router_modules(whole, structure.layers_name, own):
+            for module, index in router_modules(model, structure.layers_name, layer_range):
                 module.register_forward_hook(partial(relay.record_router, index))
 
-        self._whole = (whole,)  # a tuple, so that only its children are registered, and names have no prefix
-        for name, child in whole.named_children():
+        self._whole = (model,)  # a tuple, so that only its children are registered, and names have no prefix
+        for name, child in model.named_children():
             self.add_module(name, child)
-        if outer := [name for name, parameter in whole._parameters.items() if parameter is not None]:
+        if outer := [name for name, parameter in model._parameters.items() if parameter is not None]:
             raise uncuttable(description.architecture, f"its parameter {outer[0]} is outside of its modules")
-        self._embedding = (embedding_of(whole, structure.embedding_module),)
-        self._layers = (layers_of(whole, structure.layers_name),)
+        self._embedding = (embedding_of(model, structure.embedding_module),)
+        self._layers = (layers_of(model, structure.layers_name),)
         self._taken = {name: description.takes(name) for name in ("position_ids", "attention_mask")}
         # The model's own forward sees only this stage's routers, so it must not compute a loss.
         self._options = {} if description.router_loss is None else {OPTION: False}
@@ -166,7 +166,10 @@ class Stage(nn.Module):
 
     def computing_dtypes(self) -> dict[nn.Parameter, torch.dtype]:
         """Return the dtype in which products read each parameter."""
-        return {one: one.dtype if name in self.kept else self._compute_dtype for name, one in self.named_parameters()}
+        return {
+            parameter: parameter.dtype if name in self.kept else self._compute_dtype
+            for name, parameter in self.named_parameters()
+        }
 
     def train(self, mode: bool = True) -> Stage:
         """Set training or evaluation mode, also for the model around the modules."""
@@ -289,7 +292,7 @@ def build_stage(
         end = "first" if is_first and first != 0 else "last"
         raise InputError(f"layers [{first}, {last}) of {count} cannot be the {end} stage: it has to reach that end.")
     build = ModuleStage if description.config is None else Stage
-    part = Part(
+    spec = Part(
         first=first,
         last=last,
         is_first=is_first,
@@ -301,57 +304,57 @@ def build_stage(
         held=held or {},
         tensor_ranks=tensor_ranks,
     )
-    return build(description, part)
+    return build(description, spec)
 
 
-def _materialise(whole: PreTrainedModel, description: Description, part: Part) -> None:
+def _materialise(model: PreTrainedModel, description: Description, spec: Part) -> None:
     """Allocate the stage's own parameters, and replace the others by stand-ins without storage.
 
     All get the given dtypes: some families build their routers in fp32 also in a model of fp64. Only those that stay in
     fp32 in a narrower model do so here.
     """
-    structure, computed = description.structure, copies(description, part.compute_dtype)
+    structure, computed = description.structure, copies(description, spec.compute_dtype)
     live = {} if description.model is None else dict(description.model.named_parameters(remove_duplicate=False))
     owned = {
-        *(structure.first_parameters if part.is_first else ()),
-        *(structure.last_parameters if part.is_last else ()),
+        *(structure.first_parameters if spec.is_first else ()),
+        *(structure.last_parameters if spec.is_last else ()),
     }
-    prefixes = tuple(f"{structure.layers_name}.{index}." for index in range(part.first, part.last))
-    for owner, attribute, name in outer_parameters(whole):
+    prefixes = tuple(f"{structure.layers_name}.{index}." for index in range(spec.first, spec.last))
+    for owner, attribute, name in outer_parameters(model):
         meta = owner.get_parameter(attribute)
-        dtype, compute_dtype = part.dtype, part.compute_dtype
+        dtype, compute_dtype = spec.dtype, spec.compute_dtype
         if name in computed.kept:
             dtype, compute_dtype = torch.promote_types(dtype, torch.float32), torch.float32
         if name in owned or name.startswith(prefixes):
-            placement = part.held.get(name, TensorPlacement(tuple(meta.shape)))
+            placement = spec.held.get(name, TensorPlacement(tuple(meta.shape)))
             if placement is None:
                 owner._parameters[attribute] = None
                 continue
-            device = part.torch_device if part.with_memory else "meta"
+            device = spec.torch_device if spec.with_memory else "meta"
             value = marked(torch.Size(placement.local_shape), dtype, device)
             is_trained = meta.requires_grad and live.get(name, meta).requires_grad
             owner._parameters[attribute] = nn.Parameter(value, requires_grad=is_trained)
         else:
             del owner._parameters[attribute]
-            setattr(owner, attribute, stand_in(meta.shape, compute_dtype, part.torch_device))
-    dtypes = computed.buffer_dtypes if part.compute_dtype != part.dtype else {}
-    for prefix, module in whole.named_modules():
+            setattr(owner, attribute, stand_in(meta.shape, compute_dtype, spec.torch_device))
+    dtypes = computed.buffer_dtypes if spec.compute_dtype != spec.dtype else {}
+    for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 name = f"{prefix}.{key}" if prefix else key
-                module._buffers[key] = buffer.to(part.torch_device, dtypes.get(name, buffer.dtype))
+                module._buffers[key] = buffer.to(spec.torch_device, dtypes.get(name, buffer.dtype))
 
 
-def _place_hooks(layers: nn.ModuleList, structure: Structure, part: Part, relay: Relay) -> None:
-    first, last = part.first, part.last
+def _place_hooks(layers: nn.ModuleList, structure: Structure, spec: Part, relay: Relay) -> None:
+    first, last = spec.first, spec.last
     for index, layer in enumerate(layers):
         if not first <= index < last:
             layer.forward = identity_forward(structure.layer_argument, structure.returns)
     # A stage after the last layer, without own layers, receives and captures at the stand-in of the last layer.
     receiving = layers[min(first, len(layers) - 1)]
-    if not part.is_first:
+    if not spec.is_first:
         receiving.register_forward_pre_hook(relay.inject, with_kwargs=True)
-    if not part.is_last and first < last:
+    if not spec.is_last and first < last:
         layers[last - 1].register_forward_hook(relay.capture_output)
-    elif not part.is_last:
+    elif not spec.is_last:
         receiving.register_forward_pre_hook(relay.capture_input, with_kwargs=True)

@@ -35,19 +35,19 @@ _NO_MODELS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class PassedTensor:
     """A tensor that each layer returns besides the hidden states, and that the next one takes."""
 
     entry: int
-    """Its place in what a layer returns."""
-    place: int
-    """Its place among a layer's arguments."""
+    """Its index in the tuple that a layer returns."""
+    position: int
+    """Its position among a layer's arguments."""
     argument: str
 
     def replaced(self, args: tuple, kwargs: dict, tensor: torch.Tensor | None) -> tuple[tuple, dict]:
         """Return the arguments of a call with another tensor in its place."""
-        if self.place < len(args):
-            return (*args[: self.place], tensor, *args[self.place + 1 :]), kwargs
+        if self.position < len(args):
+            return (*args[: self.position], tensor, *args[self.position + 1 :]), kwargs
         return args, {**kwargs, self.argument: tensor}
 
 
@@ -72,7 +72,7 @@ class Structure:
     """The hidden states that the first layer gets."""
     handed_on: tuple[EdgeTensor, ...]
     """What layers hand on to each other, hidden states first."""
-    beside: tuple[Beside, ...] = ()
+    beside: tuple[PassedTensor, ...] = ()
     """How layers of transformers hand on the others."""
     writes_to_input: bool = False
     """The forward changes its embedded tokens in place."""
@@ -92,8 +92,8 @@ def first_line(error: BaseException) -> str:
 def line_of_model(error: BaseException | None) -> str | None:
     """Return the last line of the model's own code, in transformers or a user's file, in an error's traceback."""
     frames = traceback.extract_tb(None if error is None else error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_NO_MODELS)]
-    return f"`{own[-1].line}` in {Path(own[-1].filename).name}:{own[-1].lineno}" if own else None
+    inside = [frame for frame in frames if not frame.filename.startswith(_NO_MODELS)]
+    return f"`{inside[-1].line}` in {Path(inside[-1].filename).name}:{inside[-1].lineno}" if inside else None
 
 
 def uncuttable(architecture: str, reason: str) -> InputError:
@@ -137,12 +137,12 @@ def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype, names: Iterable[s
     return {name: plan[key_of[match.lastgroup]] for name, match in matches.items() if match and match.lastgroup}
 
 
-def module_name(model: nn.Module, wanted: nn.Module) -> str:
+def module_name(model: nn.Module, target: nn.Module) -> str:
     """Return the dotted name of a module inside `model`."""
     for name, module in model.named_modules():
-        if module is wanted:
+        if module is target:
             return name
-    raise uncuttable(type(model).__name__, f"its {type(wanted).__name__} is not one of its own modules")
+    raise uncuttable(type(model).__name__, f"its {type(target).__name__} is not one of its own modules")
 
 
 def layers_of(model: nn.Module, layers_name: str) -> nn.ModuleList:
@@ -163,15 +163,15 @@ def find_layers(model: PreTrainedModel) -> str:
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = [(name, module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList)]
     counted = [name for name, module in lists if len(module) == count]
-    found = counted or [name for name, module in lists if len(module)]  # a config may count parts of its layers
-    outermost = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+    candidates = counted or [name for name, module in lists if len(module)]  # a config may count parts of its layers
+    outermost = [name for name in candidates if not any(name.startswith(f"{parent}.") for parent in candidates)]
     if len(outermost) > 1:
         plan = getattr(base, "_pp_plan", None) or getattr(model.config, "base_model_pp_plan", None) or {}
         outermost = [name for name in outermost if name in plan]
     if len(outermost) != 1:
         shapes = ", ".join(f"{name} ({len(module)})" for name, module in lists[:6]) or "none"
-        wanted = "it needs exactly one list of layers"
-        raise uncuttable(type(model).__name__, f"{wanted}, and its module lists are {shapes}")
+        requirement = "it needs exactly one list of layers"
+        raise uncuttable(type(model).__name__, f"{requirement}, and its module lists are {shapes}")
     prefix = module_name(model, base)
     return f"{prefix}.{outermost[0]}" if prefix else outermost[0]
 
@@ -180,7 +180,7 @@ def identity_forward(
     argument: str,
     returns: int,
     transform: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    beside: Sequence[torch.Tensor | None] = (),
+    extras: Sequence[torch.Tensor | None] = (),
 ):
     """Return a forward for layers of other stages: it returns its hidden states in the form of a real layer's result.
 
@@ -191,7 +191,7 @@ def identity_forward(
         hidden = args[0] if args else kwargs[argument]
         if transform is not None:
             hidden = transform(hidden)
-        return (hidden, *beside, *(None,) * (returns - 1 - len(beside))) if returns else hidden
+        return (hidden, *extras, *(None,) * (returns - 1 - len(extras))) if returns else hidden
 
     return forward
 
@@ -203,9 +203,9 @@ def stand_in(shape: torch.Size, dtype: torch.dtype, torch_device: str | torch.de
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, buffer) of the buffers in a checkpoint, such as the bias that corrects a router's scores."""
-    for prefix, part in module.named_modules():
-        for key, buffer in part._buffers.items():
-            if buffer is not None and key not in part._non_persistent_buffers_set:
+    for prefix, submodule in module.named_modules():
+        for key, buffer in submodule._buffers.items():
+            if buffer is not None and key not in submodule._non_persistent_buffers_set:
                 yield f"{prefix}.{key}" if prefix else key, buffer
 
 
@@ -322,7 +322,7 @@ def neutral_tokens(config: PreTrainedConfig, padding_index: int | None, count: i
     """Return the first `count` token ids below a limit that have no special meaning in the config."""
     configs = (config, config.get_text_config())
     meant = {padding_index}
-    for name, value in itertools.chain.from_iterable(vars(one).items() for one in configs):
+    for name, value in itertools.chain.from_iterable(vars(settings).items() for settings in configs):
         if name.endswith(("token_id", "token_index")):
             meant.update(value if isinstance(value, (list, tuple)) else [value])  # GLM ends texts with one of three
     return list(itertools.islice((token for token in range(below) if token not in meant), count))

@@ -47,9 +47,9 @@ class Renumbered:
     """For each layer of the copy, that of the model."""
 
     def apply(self, model: nn.Module, layers: Mapping[int, nn.Module]) -> None:
-        for place, layer in layers.items():  # one by one, since several may be copies of the same layer
+        for position, layer in layers.items():  # one by one, since several may be copies of the same layer
             for transform in self.transforms:
-                transform.apply(model, {self.numbers[place]: layer})
+                transform.apply(model, {self.numbers[position]: layer})
 
 
 def apply_to_all(model: nn.Module, layers_name: str, transforms: Iterable[LayerTransform]) -> None:
@@ -71,24 +71,24 @@ def transformed(description: Description, transforms: Sequence[LayerTransform]) 
         return description
     if description.config is None:
         raise InputError("transforms: a model of plain modules has its layers from you, change them there")
-    skeleton, before = copy.deepcopy(description.skeleton), description.shapes
+    skeleton, old_shapes = copy.deepcopy(description.skeleton), description.shapes
     apply_to_all(skeleton, description.structure.layers_name, transforms)
-    after = replace(description, skeleton=skeleton, transforms=tuple(transforms), plain=description)
-    for name, shape in before.items():
-        if after.shapes.get(name) != shape:
+    result = replace(description, skeleton=skeleton, transforms=tuple(transforms), plain=description)
+    for name, shape in old_shapes.items():
+        if result.shapes.get(name) != shape:
             raise InputError(
-                f"transforms: {name} is {after.shapes.get(name, 'missing')} behind them, expected {shape} as before:"
+                f"transforms: {name} is {result.shapes.get(name, 'missing')} behind them, expected {shape} as before:"
                 " they may add parameters only"
             )
-    return after
+    return result
 
 
 def added_modules(model: nn.Module, added: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name, module) of the outermost modules all of whose parameters are among the `added`."""
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        own = [f"{name}.{key}" for key, _ in module.named_parameters()]
-        if own and not name.startswith(inside or "\0") and all(key in added for key in own):
+        parameter_names = [f"{name}.{key}" for key, _ in module.named_parameters()]
+        if parameter_names and not name.startswith(inside or "\0") and all(key in added for key in parameter_names):
             yield name, module
             inside += (f"{name}.",)
 

@@ -48,9 +48,9 @@ class WeightFiles:
 
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise `InputError` if a tensor has another shape."""
-        found = tuple(self._put_together(name, self.stored[name], self._without_storage).shape)
-        if found != shape:
-            raise InputError(f"{self._folder}: {name} has the shape {found}, and the config asks for {shape}.")
+        actual = tuple(self._put_together(name, self.stored[name], self._without_storage).shape)
+        if actual != shape:
+            raise InputError(f"{self._folder}: {name} has the shape {actual}, and the config asks for {shape}.")
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return rows of a tensor, without reading the other rows if it is stored unchanged."""
@@ -69,29 +69,29 @@ class WeightFiles:
             return self.tensor(name)
         if 0 in placement.local_shape:
             return torch.empty(placement.local_shape)
-        entries, *others = placement.ranges(0)
-        own = None if others else self.stored[name].of_entries(entries, placement.shape[0])
-        if own is None:
+        entries, *further = placement.ranges(0)
+        readable = None if further else self.stored[name].of_entries(entries, placement.shape[0])
+        if readable is None:
             return placement.of(self.tensor(name))
-        stored, rows = own
-        of_own = self._put_together(name, stored, lambda disk: self._lazy(disk)[rows])
-        assert of_own.shape == (len(entries), *placement.shape[1:]), f"{name} is not stored by entries"
-        return placement.of_entries(len(entries)).of(of_own)
+        stored, rows = readable
+        own_entries = self._put_together(name, stored, lambda disk: self._lazy(disk)[rows])
+        assert own_entries.shape == (len(entries), *placement.shape[1:]), f"{name} is not stored by entries"
+        return placement.of_entries(len(entries)).of(own_entries)
 
     def kinds(self, name: str) -> set[str]:
         """Return the dtypes in which a tensor is stored, such as "BF16"; empty if it is not. Reads headers only."""
         stored = self.stored.get(name)
         return set() if stored is None else {self._lazy(disk).get_dtype() for disk, _ in stored.parts}
 
-    def same(self, name: str, other: str) -> bool:
+    def same(self, name: str, other_name: str) -> bool:
         """Return whether two matrices are equal, or only one is stored. Reads blocks up to the first difference."""
-        if not {name, other} <= self.stored.keys():
+        if not {name, other_name} <= self.stored.keys():
             return True
         rows, width = self._put_together(name, self.stored[name], self._without_storage).shape
-        self.require_shape(other, (rows, width))
+        self.require_shape(other_name, (rows, width))
         block = max(1, BLOCK_ELEMENTS // max(1, width))
         return all(
-            torch.equal(*(self.rows(each, start, start + block).double() for each in (name, other)))
+            torch.equal(*(self.rows(each, start, start + block).double() for each in (name, other_name)))
             for start in range(0, rows, block)
         )
 
@@ -184,8 +184,8 @@ class WeightFiles:
 
 def listed(names: list[str]) -> str:
     """Return the first eight names, and the number of further ones."""
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more
+    suffix = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + suffix
 
 
 def _is_inside(file: Any) -> bool:

@@ -22,5 +22,5 @@ def _call_layers_that_attend_to_images(model: Any) -> None:
     model.model.cross_attention_layers = []
 
 
-def _unchanged(hidden_states: torch.Tensor, **others: Any) -> torch.Tensor:
+def _unchanged(hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     return hidden_states.view_as(hidden_states)
