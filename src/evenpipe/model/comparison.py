@@ -1,6 +1,6 @@
-"""Compares small copies of a model that are computed in parts with the whole ones, before an architecture is trained.
+"""Compares small copies of a model, computed in parts, with the whole copies before an architecture is trained.
 
-transformers runs a small copy (`small_copy.py`) whole, and this package runs it as a pipeline does, with the same
+transformers runs a small copy (`small_copy.py`) as a whole, and this package runs it like a pipeline, with the same
 random weights and tokens. Checking the loss is not enough: Granite cut at `inputs_embeds` is off by 7e-4 in the loss
 and by 0.9 in the gradients.
 """
@@ -35,12 +35,12 @@ OWN_LOSS = 1e-6  # transformers always computes it in fp32
 BATCH, SEQUENCE, PADDED = 2, 12, 3
 SILENT_SECONDS = 3.0
 SEED = 0
-"""Of what layers draw: they skip the same ones in pieces."""
+"""Seed of the numbers that layers draw, so that the parts drop the same elements as the whole model."""
 
 Gradients = dict[str, Tensor | None]
 
 Split = Callable[[nn.Module], Callable[[], None]]
-"""Splits the backwards of a module; what it returns computes the weight gradients of the last one."""
+"""Splits the backwards of a module; the function that it returns computes the weight gradients of the last backward."""
 
 
 class Batch(NamedTuple):
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of one forward and backward."""
+    """The result of a forward and backward."""
 
     loss: float
     gradients: Gradients
@@ -67,11 +67,11 @@ def self_check(
 ) -> None:
     """Compare a small copy of the model, cut in three, with transformers in one piece. Takes about a second on a CPU.
 
-    Models of plain modules are not checked: there is no reference, and their layers are called directly.
-    The user's config, the random state and torch's default dtype are not changed.
+    Models of plain modules are not checked: they have no reference, and their layers are called directly.
+    The user's config, the random state and torch's default dtype stay unchanged.
 
     Args:
-        split: also compare with backwards that it splits.
+        split: also compare with backwards split by it.
         say: receives a message, on another thread, if the check takes more than three seconds.
 
     Raises:
@@ -145,10 +145,10 @@ def contains_cast(result: Tensor) -> bool:
 
 
 def relative_error(ours: Tensor | None, theirs: Tensor | None, min_norm: float = 0.0) -> float:
-    """Return the relative Frobenius error of a tensor, None for zeros; infinity if it is not finite.
+    """Return the relative Frobenius error of a tensor; infinity if it is not finite. None means zeros.
 
     Args:
-        least: the norm against which a smaller one is measured.
+        min_norm: divide by this if the norm of `theirs` is smaller.
     """
     norm = max(min_norm, 0.0 if theirs is None else theirs.norm().item())
     if ours is not None and theirs is not None:
@@ -163,14 +163,14 @@ def gradient_errors(actual: Gradients, expected: Gradients, floor: float = 1e-6)
     """Return the relative error of each gradient.
 
     Args:
-        floor: a gradient that is zero except for rounding is measured against this share of the largest norm.
+        floor: divide by at least this share of the largest norm, since a gradient may be zero except for rounding.
     """
     min_norm = floor * max(0.0 if gradient is None else gradient.norm().item() for gradient in expected.values())
     return {name: relative_error(actual[name], gradient, min_norm) for name, gradient in expected.items()}
 
 
 def compare(refuse: str, max_error: float, actual: Result, expected: Result, floor: float = 1e-6) -> None:
-    """Raise InputError, its text beginning with `refuse`, if results differ by more than `most`; `floor`: see
+    """Raise InputError, its text beginning with `refuse`, if results differ by more than `max_error`; `floor`: see
     `gradient_errors`."""
     refuse = f"{refuse} differs from the whole in"
     reason = "so more than the hidden states passes between its layers, or they depend on where they stand"
@@ -189,13 +189,13 @@ def compare(refuse: str, max_error: float, actual: Result, expected: Result, flo
 
 
 def references(copy: SmallCopy) -> Iterator[tuple[Batch, Result]]:
-    """Yield a batch, and what the whole copy computes from it: one without a mask, and one with."""
+    """Yield a batch and the result of the whole copy on it, first without a mask and then with one."""
     for index, batch in enumerate(copy.once(_batches, partial(_batches, copy.description))):
         yield batch, copy.once((_whole_result, index), partial(_whole_result, copy.description, batch))
 
 
 def _batches(small: Description) -> list[Batch]:
-    """Return tokens that include padding tokens, labels that include ignored ones, and the second time a mask.
+    """Return tokens that include padding, labels that include ignored ones, and in the second batch a mask.
 
     The mask has padding on the right and a hole: padding alone changes nothing under causal attention.
     """
@@ -253,7 +253,7 @@ def _check_own_loss(model: PreTrainedModel, own_loss: float, known: list[float])
     """Raise InputError if the model's own loss differs from the loss that a pipeline computes from its logits.
 
     Args:
-        known: the loss if the model shifts the labels, as nearly all do, and the loss if it does not.
+        known: the loss if the model shifts the labels, as nearly all models do, and the loss if it does not.
     """
     if any(math.isclose(own_loss, ours, rel_tol=OWN_LOSS) for ours in known):
         return
@@ -281,14 +281,14 @@ def result_of_stages(
     gather: Callable[[Tensor], Tensor] | None = None,
     share: float = 1.0,
 ) -> Result:
-    """Compute like the pipeline, in one process: stages, detached at the cuts, the vocabulary by hand.
+    """Compute like the pipeline, in one process: stages detached at the cuts, the vocabulary layers by hand.
 
     Args:
         logits_dtype: logits are rounded as in the whole model (xLSTM: to fp32), since some gradients are small
             differences of large numbers.
-        weight_backwards: what computes weight gradients after the backward.
-        gather: returns all hidden states from those of this process; None: it has all.
-        share: of the gradients that this process computes, if several compute the same loss.
+        weight_backwards: functions that compute weight gradients after the backward.
+        gather: returns all hidden states, given those of this process; None: this process has all.
+        share: this process's share of the gradients, if several processes compute the same loss.
     """
     counted, router = small.positions_of(batch.tokens), small.router_loss
     positions = {} if counted is None else {"position_ids": counted}

@@ -1,4 +1,4 @@
-"""Describes a model once, from a name, a config or a live model, for the rest of the program."""
+"""Describes a model once, from a name, a config or a live model, for all other code."""
 
 from __future__ import annotations
 
@@ -56,20 +56,20 @@ class Description:
     position_rows: int | None = None
     """Position ids must be below this, since they index a table (learned positions); None: no table outside layers."""
     counts_positions: bool = False
-    """Without position ids the model counts the tokens that are not padding (`counted_positions`)."""
+    """Without position ids, the model numbers the tokens that are not padding (`counted_positions`)."""
     source: str | None = None
     """Hub name or folder with the weights; None: fresh weights, or the weights of `model`."""
     model: Any = field(default=None, repr=False)
     """A live model from which the stages copy their weights."""
     changed: Attributes = field(default_factory=dict, repr=False)
-    """What its modules have set otherwise than its config says; part of the skeleton and of every stage."""
+    """Attributes whose values differ from a model built from its config; set in the skeleton and in every stage."""
     spec: Spec | None = field(default=None, repr=False)
     """The user's answers about the family, also for small copies of the model."""
     trust_remote_code: bool = False
     transforms: tuple[Any, ...] = field(default=(), repr=False)
-    """`LayerTransform`s that have changed the layers of the skeleton, and change those of every stage."""
+    """`LayerTransform`s that have changed the layers of the skeleton, and that change the layers of every stage."""
     plain: Description | None = field(default=None, repr=False)
-    """The same model without them; None: there are none."""
+    """The same model without transforms; None: there are none."""
 
     @property
     def layers(self) -> int:
@@ -88,7 +88,7 @@ class Description:
 
     @property
     def head_rows(self) -> int:
-        """Rows of the head: tokens that the model predicts. Some families have fewer of them (images)."""
+        """Rows of the head: tokens that the model predicts. Some families have fewer than in the embedding (images)."""
         return self._head.weight.shape[0]
 
     def rows_of(self, name: str) -> int:
@@ -142,12 +142,12 @@ class Description:
         """Number of tokens that the model's positions allow; None: any number."""
         rows = self.position_rows
         if rows is not None and self.counts_positions and self.padding_index is not None:
-            rows -= self.padding_index + 1  # positions begin behind that of padding
+            rows -= self.padding_index + 1  # positions begin after the padding position
         limits = [limit for limit in (self.maximum_length, rows) if limit is not None]
         return min(limits, default=None)
 
     def adapt(self, model: PreTrainedModel) -> None:
-        """Change a newly built model of the family, of any size, as its spec says."""
+        """Apply `ModelSpec.adapt` to a newly built model of the family, of any size."""
         adapt(model, answers_for(model.config, self.spec))
 
     @property
@@ -171,12 +171,12 @@ class Description:
         return counted_positions(token_ids, self.padding_index)
 
     def edge(self, layer: int, dtype: torch.dtype, *, outer: bool = False) -> EdgeSpec:
-        """Return what is handed on in front of a layer, or behind the last one, in a computation in `dtype`.
+        """Return what a layer receives in a computation in `dtype`, or after the last layer, what it returns.
 
-        The first layer gets hidden states only, and of what the last one returns only they are used.
+        The first layer receives only hidden states, and only the hidden states that the last layer returns are used.
 
-        outer: what comes in front of the operations before all layers, rows of the embedding; or behind those after
-            them, the input of the head.
+        outer: return instead what enters the operations before all layers, rows of the embedding; or what leaves the
+            operations after them, the input of the head.
         """
         if outer:
             return EdgeSpec((hidden_of_width(self.hidden_size).computed_in(dtype),))
@@ -189,8 +189,7 @@ class Description:
         return self.skeleton.get_submodule(f"{self.structure.layers_name}.{index}")
 
     def layer_config(self, index: int) -> Any:
-        """Return the config of one layer, since layers may differ in it (Gemma 4's head sizes); None for plain
-        modules."""
+        """Return the config of a layer; layers may differ in it (Gemma 4's head sizes). None for plain modules."""
         if self.config is None:
             return None
         config = self.config.get_text_config()
@@ -204,7 +203,7 @@ class Description:
 
     @property
     def added(self) -> frozenset[str]:
-        """Names of the parameters that transforms have added; nothing that is loaded or written has them."""
+        """Names of the parameters that transforms have added; they are neither loaded nor written."""
         return frozenset() if self.plain is None else frozenset(self.shapes.keys() - self.plain.shapes.keys())
 
 
@@ -335,9 +334,9 @@ def _describe(
 def _as_live(
     architecture: str, live: PreTrainedModel, skeleton: PreTrainedModel, answers: ModelSpec, config: PreTrainedConfig
 ) -> tuple[PreTrainedModel, Attributes]:
-    """Compare a live model with a skeleton. Return the skeleton, tied and set like it, and what was set.
+    """Compare a live model with a skeleton. Return the skeleton, tied and set like the model, and what was set.
 
-    `config` is corrected if the tie is contrary to it.
+    `config` is corrected if it contradicts the tie.
     """
     _check_parameters(architecture, live, skeleton)
     embedding, head = _ends(skeleton, answers)
@@ -354,7 +353,7 @@ def _as_live(
 
 
 def _changes(live: PreTrainedModel, skeleton: PreTrainedModel) -> Attributes:
-    """Return what a live model has set otherwise than its skeleton, for another reason than its dtype."""
+    """Return the attributes in which a live model differs from its skeleton, except because of its dtype."""
     try:
         changed = changed_attributes(live, skeleton)
     except InputError:
@@ -404,7 +403,7 @@ def _ends(model: PreTrainedModel, answers: ModelSpec) -> tuple[nn.Module | None,
 
 
 def _answered(model: nn.Module, answer: str, name: str | None, kind: type[nn.Module]) -> nn.Module | None:
-    """Return the module that a spec names, if it does."""
+    """Return the module that a spec names, if any."""
     modules = {known: module for known, module in model.named_modules() if isinstance(module, kind)}
     if name is not None and not modules.get(name):
         accepted = f"an nn.{kind.__name__} of {type(model).__name__}{nearest(name, modules)}"
@@ -451,7 +450,7 @@ def _layer_of(name: str, layers: str | None) -> str | None:
 def _tied_otherwise(
     architecture: str, config: PreTrainedConfig, model_class: Any, answers: ModelSpec, tied: bool
 ) -> PreTrainedModel:
-    """Return the skeleton of a live model that is tied, or untied, contrary to its config.
+    """Return the skeleton of a live model that is tied or untied contrary to its config.
 
     `config` is corrected.
     """
@@ -470,7 +469,7 @@ def _tied_otherwise(
 
 
 def _check_parameters(architecture: str, live: nn.Module, skeleton: nn.Module) -> None:
-    """Refuse live models with other parameters than their config gives: stages are built from the config."""
+    """Refuse live models whose parameters differ from those of their config, from which stages are built."""
     held, known = (
         {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
         for model in (live, skeleton)

@@ -1,8 +1,8 @@
 """Draws initial weights that do not depend on the layout: each module's seed derives from the run's seed and its name.
 
 The model's own rules are applied in fp32 on the CPU, and the values are then cast. The vocabulary matrices are drawn in
-blocks of 256 rows, and the experts of a layer one by one, each with its own seed, so that all processes that share such
-a tensor get the same values, and none draws the whole one.
+blocks of 256 rows, and the experts of a layer separately, each with its own seed, so that all processes that share such
+a tensor get the same values, and no process draws the full tensor.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BLOCK_ROWS = 256
 
 
 def held_by(stage: Stage | ModuleStage, description: Description) -> dict[str, Held[torch.Tensor]]:
-    """Return what a stage holds of the tensors in a checkpoint, its parameters and persistent buffers, by name."""
+    """Return the checkpointed tensors of a stage, its parameters and persistent buffers, by name."""
     shapes = description.shapes
     stored = (*stage.named_parameters(), *persistent_buffers(stage))
     return {name: Held(tensor, stage.placement_of(name, shapes[name])) for name, tensor in stored}
@@ -49,12 +49,12 @@ def held_by(stage: Stage | ModuleStage, description: Description) -> dict[str, H
 def initialize(
     stage: Stage, description: Description, seed: int, held: Mapping[str, Held[torch.Tensor]] | None = None
 ) -> None:
-    """Draw all parameters of a stage, with the same values for every cut and device, and except for a cast every dtype.
+    """Draw all parameters of a stage, with the same values for every cut and device, and up to a cast for every dtype.
 
     Args:
         stage: from `build_stage`.
         seed: the run's seed. `initial_rows` draws the vocabulary matrices.
-        held: this process's parts of the parameters, by name, if they are not in the stage.
+        held: this process's shards of the parameters, by name, if they are not in the stage.
 
     Raises:
         InputError: transformers has no rule for one of the parameters.
@@ -91,7 +91,7 @@ def initialize(
 def initialize_added(
     stage: Stage, description: Description, seed: int, held: Mapping[str, Held[torch.Tensor]] | None = None
 ) -> None:
-    """Draw the parameters of a stage that transforms have added, likewise, by `reset_parameters` of their modules."""
+    """Likewise draw the parameters that transforms have added to a stage, by `reset_parameters` of their modules."""
     draw = _Draw(stage, description.shapes, held or held_by(stage, description))
     for name, module in added_modules(stage.whole, description.added):
         with torch.no_grad(), draw.blank(name, module.named_modules()):
@@ -100,25 +100,25 @@ def initialize_added(
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """Draws whole parameters of a stage, of which this process keeps its part."""
+    """Draws full parameters of a stage, of which this process keeps its shard."""
 
     stage: Stage
     shapes: Mapping[str, torch.Size]
-    """Of what is drawn at once: a parameter, or one expert of it."""
+    """Shapes of the tensors drawn at once: a parameter, or a single expert of it."""
     held: Mapping[str, Held[torch.Tensor]]
 
     @contextlib.contextmanager
     def blank(
         self, name: str, modules: Iterable[tuple[str, nn.Module]], discarded: Collection[str] = ()
     ) -> Iterator[list[str]]:
-        """Replace the direct parameters of these modules by blank whole ones, and keep this process's part of those on
-        exit.
+        """Replace the direct parameters of these modules by blank full tensors; on exit, keep this process's shards.
 
-        Stand-ins for parameters of other stages are plain tensors without memory, to which no rule can write: meanwhile
-        they have memory. Yields the names of the parameters within their modules; without any, nothing is replaced.
+        Stand-ins for parameters of other stages are plain tensors without memory, to which no rule can write: they have
+        memory inside the context. Yields the names of the parameters within their modules; without any, nothing is
+        replaced.
 
         Args:
-            name: of the module around the modules, which have their names in it.
+            name: name of the module that contains `modules`, whose names are relative to it.
             discarded: parameters that are not kept.
         """
         replaced: list[tuple[nn.Module, str, nn.Parameter | None, str]] = []
@@ -126,7 +126,7 @@ class _Draw:
         for inner, module in modules:
             for key, parameter in module._parameters.items():
                 full = ".".join(component for component in (name, inner, key) if component)
-                if parameter is not None or full in self.stage.held:  # rules want one that another rank holds, too
+                if parameter is not None or full in self.stage.held:  # also those of another rank, for the rules
                     replaced.append((module, key, parameter, full))
             tensors = [(key, value) for key, value in vars(module).items() if isinstance(value, torch.Tensor)]
             elsewhere += [(module, key, value) for key, value in tensors]
@@ -153,8 +153,8 @@ def _draw_experts(shards: Mapping[str, Held[torch.Tensor]], unit: Unit, name: st
     """Draw the experts of a module that a process holds, one after the other.
 
     Args:
-        parts: of parameters, by name.
-        unit: of the skeleton; its rules draw the experts, or those of a module around them.
+        shards: of parameters, by name.
+        unit: of the skeleton; its rules, or those of a module around the experts, draw them.
         name: of the module with the experts.
     """
     around = [
@@ -174,8 +174,8 @@ def _draw_experts(shards: Mapping[str, Held[torch.Tensor]], unit: Unit, name: st
 def _drawn_expert(
     around: list[tuple[str, nn.Module, PreTrainedModel]], seed: int, number: int
 ) -> dict[str, torch.Tensor]:
-    """Return the parameters of one expert, [1, ...], by the rules for its module and then the modules around it. These
-    are on the meta device, and draw nothing."""
+    """Return the parameters of an expert, [1, ...], by the rules for its module and then for the modules around it. The
+    latter are on the meta device, and draw nothing."""
     module = around[0][1]
     fused = module._parameters
     drawn = {

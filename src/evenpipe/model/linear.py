@@ -1,12 +1,12 @@
 """Linear layers: torch's, and transformers' `Conv1D` (GPT-2), whose matrix is [in, out]; and terms added to them.
 
-A linear layer is one product x W^T + b, of which everything else is made: its weight gradient can wait for W, its
-input may be gathered over tensor ranks meanwhile, its outputs may be summed over them. A term is what an adapter adds:
+A linear layer is one product x W^T + b, on which other features build: its weight gradient can be deferred to W, and
+its input may be gathered, or its outputs summed, over tensor ranks. A term is what an adapter adds:
 
     y = x W^T + b + term(x)                 `add_term(layer, "low_rank", term)`
 
-The layer keeps its class, its name and those of its parameters; the term's begin with the layer's and the term's name.
-`use_products` gives a layer products of another kind, such as those of fp8.
+The layer keeps its class, its name and its parameters' names; names of the term's parameters begin with those of the
+layer and the term. `use_products` gives a layer products of another kind, such as fp8.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ LINEAR = (nn.Linear, Conv1D)
 
 
 class LinearTerm(nn.Module):
-    """What is added to the product of a linear layer: a function of the layer's input [..., in], linear in it if
-    tensor ranks share the layer. Subclasses define `forward`, returning [..., out], and `reset_parameters`."""
+    """A function of a linear layer's input [..., in] that is added to the layer's product. It must be linear if tensor
+    ranks share the layer. Subclasses define `forward`, returning [..., out], and `reset_parameters`."""
 
     inputs: tuple[str, ...] = ()
-    """Names of its linear layers that multiply the layer's input: tensor ranks that have columns of that have the same
-    columns of theirs."""
+    """Names of its linear layers that multiply the layer's input: a tensor rank that has some columns of that
+    input has the same columns of their matrices."""
     outputs: tuple[str, ...] = ()
-    """Names of its linear layers whose outputs are the term's: tensor ranks that have some of the layer's outputs have
-    the same of theirs."""
+    """Names of its linear layers whose outputs are the term's outputs: a tensor rank that has some of the layer's
+    outputs has the same of their outputs."""
 
     def reset_parameters(self) -> None:
-        """Draw initial values for all of its parameters."""
+        """Draw initial values for all its parameters."""
         raise NotImplementedError(f"{type(self).__name__}.reset_parameters")
 
 
 class _WithTerms(nn.Module):
-    """In front of the class of a linear layer that has terms."""
+    """Mixin in front of the class of a linear layer that has terms."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = super().forward(hidden)
@@ -52,7 +52,7 @@ class _WithTerms(nn.Module):
 
 
 class _WithProducts(nn.Module):
-    """In front of the class of a linear layer that has products of its own."""
+    """Mixin in front of the class of a linear layer that has its own products."""
 
     weight: Any
     bias: Any
@@ -65,7 +65,7 @@ class _WithProducts(nn.Module):
 
 
 def use_products(layer: nn.Module, products: Products) -> None:
-    """Let a linear layer, or a module of experts, multiply in another way. Experts do so in a pipeline only.
+    """Let a linear layer, or a module of experts, multiply in another way. For experts this needs a pipeline.
 
     Raises:
         InputError: the layer is a linear layer that does more than one product (`is_one_product`).
@@ -79,7 +79,7 @@ def use_products(layer: nn.Module, products: Products) -> None:
 
 
 def add_term(layer: nn.Module, name: str, term: LinearTerm) -> None:
-    """Add a term to a linear layer, after those that it has. `name` must not be one of its attributes."""
+    """Add a term to a linear layer, after its existing terms. The layer must not have an attribute `name`."""
     layer.add_module(name, term)
     if not isinstance(layer, _WithTerms):
         layer.__class__ = _with_terms(type(layer))  # type: ignore[assignment, arg-type]  # a class is hashable
@@ -96,17 +96,17 @@ def terms_of(layer: nn.Module) -> dict[str, LinearTerm]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, of a subclass too."""
+    """Return whether a module is a linear layer; subclasses count."""
     return isinstance(module, LINEAR)
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether a linear layer's matrix is [in, out], and not [out, in]."""
+    """Return whether a linear layer's matrix is [in, out] rather than [out, in]."""
     return isinstance(module, Conv1D)
 
 
 def named_linear(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, layer) of the linear layers in a module, without those of their terms."""
+    """Yield (name, layer) of the linear layers in a module, except those inside terms."""
     ends: tuple[str, ...] = ()
     for name, inner in module.named_modules():
         if is_linear(inner) and not name.startswith(ends or "\0"):
@@ -116,7 +116,7 @@ def named_linear(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def is_one_product(module: nn.Module) -> bool:
     """Return whether a linear layer computes one product with a parameter, and adds a bias and terms: its forward is
-    that of torch or transformers, not replaced in a subclass or in the layer, and no hook computes its weight."""
+    the one of torch or transformers, not replaced in a subclass or in the layer, and no hook computes its weight."""
     kinds = (kind for kind in type(module).__mro__ if kind not in (_WithTerms, _WithProducts))
     forward = next((vars(kind)["forward"] for kind in kinds if "forward" in vars(kind)), None)
     return (

@@ -6,10 +6,10 @@ records its input and returns a new random tensor. That shows
 1. whether each layer is called once, in order, with exactly the result of the previous one;
 2. the form of a layer's result (a tensor, or a tuple whose first entry is the tensor);
 3. which parameters outside the layers act after them (they belong to the last stage); the others belong to the first;
-4. whether anything else crosses a boundary: hidden states or trainable tensors that layers receive in other arguments.
+4. whether anything else crosses a boundary: hidden states or trainable tensors that layers receive as other arguments.
 
-A model that fails is refused with a sentence. The probe runs on the CPU in fp64 without weights: one number replaces
-each parameter, and the autograd graph shows which ones act where.
+A model that fails is refused with a one-sentence reason. The probe runs on the CPU in fp64 without weights: a scalar
+replaces each parameter, and the autograd graph shows which parameters act where.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from evenpipe.model.structure import (
 from evenpipe.words import count, nearest, refused, unknown
 
 SIZES = (PROBE_BATCH, PROBE_SEQUENCE), (5, 7)
-"""Sequences and tokens, twice, to tell which sizes of a shape they are."""
+"""(sequences, tokens) twice, to tell which sizes of a shape depend on them."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class _Record:
 
 
 class _Probe:
-    """A hollow model whose layers record what they get."""
+    """A hollow model whose layers record their inputs."""
 
     def __init__(
         self, model: PreTrainedModel, layers_name: str, embedding_module: str, head_module: str, answers: ModelSpec
@@ -135,8 +135,10 @@ class _Probe:
         extras: Sequence[torch.Tensor | None] = (),
         rows: torch.Tensor | None = None,
     ) -> _Record:
-        """Return what one forward shows if layers return and the model wants what `form` says. beside: the first of
-        what they return besides the hidden states."""
+        """Return the record of one forward in which layers return, and the model requires, what `form` says.
+
+        extras: the first tensors that layers return besides the hidden states.
+        """
         record = _Record()
         for index, layer in enumerate(self.layers):
             layer.forward = record.layer_forward(index, self.arguments, form.returns, extras)
@@ -178,12 +180,12 @@ class _Probe:
         raise self.refused(failure)
 
     def _hidden_between(self, form: Structure, received: torch.Tensor) -> EdgeTensor:
-        """Return the form of hidden states that differ from the embedded tokens in shape."""
+        """Return the form of hidden states whose shape differs from that of the embedded tokens."""
         longer = self.run(form, rows=self._rows_of(*SIZES[1])).received[0]
         return EdgeTensor("hidden", self._shape_of("hidden states", received, longer))
 
     def _shape_of(self, tensor_name: str, *tensors: torch.Tensor) -> tuple[int | str, ...]:
-        """Return the shape of what layers hand on, from tensors for both of `SIZES`."""
+        """Return the shape of a tensor that layers pass on, from such a tensor for each of `SIZES`."""
         named = dict(zip(zip(*SIZES, strict=True), (SEQUENCES, TOKENS), strict=True))
         sizes = [*zip(*(tensor.shape for tensor in tensors), strict=False)]
         shape = tuple(named.get(pair, pair[0] if pair[0] == pair[1] else "") for pair in sizes)
@@ -196,8 +198,8 @@ class _Probe:
         return shape
 
     def check_passage(self, record: _Record, form: Structure) -> Structure:
-        """Check that every layer runs once, in order, on exactly the previous result, without other trainable inputs
-        than what the previous layer returned too. Return the form with these."""
+        """Check that every layer runs once, in order, on exactly the previous result, and that its only other trainable
+        inputs are tensors that the previous layer also returned. Return the form with these tensors."""
         layers = len(self.layers)
         if record.order != list(range(layers)):
             raise self.refused(f"its forward calls its {count(layers, 'layer')} in the order {record.order[:20]}")
@@ -218,8 +220,8 @@ class _Probe:
         return form if not passed else self._with_extras(form, passed)
 
     def _with_extras(self, form: Structure, passed: list[PassedTensor]) -> Structure:
-        """Add to a form the floating-point tensors that layers pass on besides the hidden states. The self-check finds
-        out whether integers (the tokens chosen for attention) matter to the next layer."""
+        """Add to a form the floating-point tensors that layers pass on besides the hidden states. The self-check shows
+        whether integers (the tokens chosen for attention) matter to the next layer."""
         config = copy.deepcopy(self.model.config)
         config._experts_implementation = "batched_mm"  # runs on the meta device in all dtypes
 
@@ -294,10 +296,10 @@ class _Probe:
 def probe(
     model: PreTrainedModel, layers_name: str, embedding_module: str, head_module: str, answers: ModelSpec
 ) -> Structure:
-    """Find the rest of the structure, as far as it is not in `answers`.
+    """Find whatever `answers` does not give of the structure.
 
     Args:
-        model: a new fp64 skeleton. It is modified: afterwards it runs on hidden states without layers and weights.
+        model: a new fp64 skeleton. It is modified: it then runs on hidden states without layers or weights.
 
     Raises:
         InputError: the model cannot be cut exactly.
@@ -317,9 +319,9 @@ def _where(error: Exception) -> str:
 
 
 def _numbers_for_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Replace every remaining parameter by one trainable number, expanded to the right shape.
+    """Replace every remaining parameter by a trainable scalar, expanded to the right shape.
 
-    Returns: for each parameter, the number, and the number as the model uses it.
+    Returns: for each parameter, the scalar, and the scalar as the model uses it.
     """
     numbers, shown = {}, {}
     for owner, attribute, name in outer_parameters(model):
@@ -332,8 +334,10 @@ def _numbers_for_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], 
 
 
 def _acts_unseen(run: Callable[[], _Record], shown: dict[str, torch.Tensor], names: list[str]) -> str:
-    """Return the first of these parameters, which get no gradient (tables read under `no_grad`), that affects more than
-    the first layer's hidden states; empty if there is none."""
+    """Return the first of these parameters that affects more than the first layer's hidden states; empty if none does.
+
+    names: parameters without a gradient (tables read under `no_grad`).
+    """
 
     def outputs() -> list[torch.Tensor]:
         torch.default_generator.manual_seed(0)
@@ -373,7 +377,7 @@ def output_of_first_layer(
 
 
 def _named(model: PreTrainedModel, record: _Record) -> str:
-    """Return the arguments in which layers receive more than hidden states, and related settings of the config."""
+    """Return the arguments, besides the hidden states, that carry trainable tensors, and related config settings."""
     names = sorted(set(record.sideways))
     settings = vars(model.config.get_text_config()).items()
     related = [

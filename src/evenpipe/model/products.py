@@ -1,11 +1,11 @@
 """The matrix products of linear layers and experts: the output, the input's gradient, the weight's gradient.
 
-Whatever multiplies by a layer's weight asks the layer's `Products`: the layer itself in one process, split backwards,
-compiled layers, tensor ranks, and experts of a group. So products of another kind (fp8) have one place:
+Everything that multiplies by a layer's weight calls the layer's `Products`: the layer itself in one process, split
+backwards, compiled layers, tensor ranks, and experts of a group. So other kinds of products (fp8) are set in one place:
 
     use_products(layer, MyProducts())
 
-The output layer has its own (`vocabulary/products.py`), which accumulate in fp32 along slices of the vocabulary.
+The output layer has its own products (`vocabulary/products.py`), accumulated in fp32 along slices of the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional
 class Groups:
     """Rows sorted by expert.
 
-    rows sorted by expert   0 0 0 | 1 | 3 3        ends = [3, 4, 4, 6]: of each expert's rows; expert 2 has none
+    rows sorted by expert   0 0 0 | 1 | 3 3        ends = [3, 4, 4, 6], one per expert; expert 2 has no rows
     """
 
     def __init__(self, ends: Tensor) -> None:
@@ -30,21 +30,20 @@ class Groups:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """The first row of each expert and that behind its last. Waits for the device: only used without grouped
-        products."""
+        """(start, stop) of the rows of each expert. Waits for the device: only used without grouped products."""
         if self._spans is None:
             self._spans = spans_of(self.ends)
         return self._spans
 
 
 def spans_of(ends: Tensor) -> list[tuple[int, int]]:
-    """Return the first row of each expert and that behind its last."""
+    """Return (start, stop) of the rows of each expert."""
     stops = ends.tolist()
     return list(zip([0, *stops], stops, strict=False))
 
 
 class Products:
-    """Products in the dtype of their operands, as torch's. Subclasses may compute each of them in another way."""
+    """Products in the dtype of their operands, as in torch. Subclasses may compute each product in another way."""
 
     def output(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return [..., in] times the transpose of [out, in], plus the bias [out]."""
@@ -92,7 +91,7 @@ class Products:
 PLAIN = Products()
 
 SUMMED = "_summed"
-"""Attribute of a parameter in the dtype of the computation: what its gradients are added to, as `.grad`, in fp32."""
+"""Attribute of a parameter in the computing dtype: the fp32 tensor to whose `.grad` its gradients are added."""
 
 
 def products_of(layer: nn.Module) -> Products:
@@ -102,8 +101,8 @@ def products_of(layer: nn.Module) -> Products:
 
 
 def has_grouped(*tensors: Tensor) -> bool:
-    """Return whether torch can multiply groups of these rows and matrices at once. Not in fp64, and only rows of whole
-    16 bytes; on a GPU from compute capability 8.0 on."""
+    """Return whether torch has a grouped product for these rows and matrices: not in fp64, only if rows are a multiple
+    of 16 bytes, and on a GPU from compute capability 8.0."""
     if not hasattr(functional, "grouped_mm") or any(tensor.dtype == torch.float64 for tensor in tensors):
         return False
     sizes = [size for tensor in tensors for size in tensor.shape[1:]]
@@ -113,8 +112,8 @@ def has_grouped(*tensors: Tensor) -> bool:
 
 
 def fill_grouped(result: Tensor, positions: Tensor, rows: Tensor, matrices: Tensor, groups: Groups) -> None:
-    """Write plain products [rows, a] x [experts, a, b] to these places of [more rows, b], without a copy on a CPU. The
-    places of an expert follow each other."""
+    """Write plain products [rows, a] x [experts, a, b] to these positions of `result` [more rows, b], without a copy on
+    a CPU. The positions of an expert are consecutive."""
     for expert, (start, end) in enumerate(groups.spans):
         if start < end:
             first = int(positions[start])
@@ -122,11 +121,11 @@ def fill_grouped(result: Tensor, positions: Tensor, rows: Tensor, matrices: Tens
 
 
 class Product(torch.autograd.Function):
-    """A linear layer in one process, by its own products."""
+    """A linear layer in one process, computed by its own products."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Products, bool]) -> Tensor:
-        """how: the products, and whether the weight is [in, out], and not [out, in]."""
+        """how: the products, and whether the weight is [in, out] rather than [out, in]."""
         ctx.save_for_backward(hidden, weight)
         ctx.how = products, transposed = how
         return products.output(hidden, weight.t() if transposed else weight, bias)

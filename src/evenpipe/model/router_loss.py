@@ -1,7 +1,7 @@
-"""Computes the loss that balances the load of a mixture's experts, across the stages of a model.
+"""Computes the load-balancing loss of a mixture of experts across the stages of a model.
 
-transformers adds it if the config sets `output_router_logits` (Switch Transformer, arXiv 2101.03961, equations 4-6,
-over the rows of all layers together):
+transformers adds this loss if the config sets `output_router_logits` (Switch Transformer, arXiv 2101.03961, equations
+4-6, over the rows of all layers together):
 
     coefficient * E * sum_e (counts_e / rows) * (probabilities_e / rows)
 
@@ -35,12 +35,12 @@ from evenpipe.model.structure import PROBE_BATCH, PROBE_SEQUENCE, Structure, cal
 
 OPTION = "output_router_logits"
 FUNCTION = "load_balancing_loss_func"
-"""Name of the loss function in the file of every family that has it."""
+"""Name of the loss function in the modelling file of every family that has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterLoss:
-    """The constants of a family's loss, as its own forward uses them."""
+    """The constants of a family's loss, as used in its own forward."""
 
     coefficient: float
     experts: int
@@ -54,7 +54,7 @@ class RouterLoss:
     def add(
         self, totals: torch.Tensor, logits: Sequence[torch.Tensor], mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add layers to the totals of the previous ones.
+        """Add layers to the totals of the previous layers.
 
         Args:
             logits: router logits of each layer, [tokens, experts].
@@ -79,12 +79,12 @@ class RouterLoss:
         return torch.cat([counts, probabilities.detach(), rows]), probabilities
 
     def value(self, totals: torch.Tensor) -> torch.Tensor:
-        """Return the loss of complete totals, without the coefficient. A scalar."""
+        """Return the loss of complete totals, a scalar, without the coefficient."""
         counts, probabilities, rows = self._parts(totals)
         return torch.sum((counts / rows) * (probabilities / rows)) * self.experts
 
     def gradient(self, totals: torch.Tensor, share: float) -> torch.Tensor:
-        """Return the gradient [experts] of `share * coefficient * value` by any layer's sum of probabilities."""
+        """Return the gradient [experts] of `share * coefficient * value` by a layer's sum of probabilities."""
         counts, probabilities, rows = self._parts(totals)
         with torch.enable_grad():
             probabilities = probabilities.detach().requires_grad_()
@@ -112,11 +112,11 @@ def without_router_loss(config: Any) -> Any:
 def probe_router_loss(model: PreTrainedModel, structure: Structure) -> RouterLoss:
     """Find out how a family's forward uses the option.
 
-    For one forward its loss function is replaced, which shows the function's arguments and the factor of its result.
-    The function is then compared with ours on random numbers.
+    During one forward its loss function is replaced by a stub that shows the function's arguments and the factor on its
+    result. The function is then compared with ours on random numbers.
 
     Args:
-        model: as `probe` leaves it: it runs on fp64 hidden states without layers and weights. Its head is replaced.
+        model: as `probe` leaves it: it runs on fp64 hidden states without layers or weights. Its head is replaced.
 
     Raises:
         InputError: transformers has no router loss for the family, or a different one.
@@ -164,7 +164,7 @@ def router_modules(
     """Return (module, index in its output) of all modules whose output transformers records as router logits.
 
     Args:
-        kept: indices of the layers to search; None: all.
+        kept_layers: indices of the layers to search; None: all.
     """
     recorders = getattr(type(model.base_model), "_can_record_outputs", None) or {}
     recorders = recorders.get("router_logits", [])

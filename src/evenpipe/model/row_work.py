@@ -1,8 +1,8 @@
 """How the work of layers grows along a row, and where a row is cut into slices of equal work.
 
-A token costs the same everywhere in matrices, and more in attention the later it stands: it looks at all tokens before
-it, or at those of a window. Slices of equal length would make devices wait for long passes beside short ones; equal
-time of the layers is better than of layers and output layer together.
+In matrices every token costs the same; in attention a later token costs more, since it attends to all previous tokens,
+or to those in a window. With slices of equal length, devices with short passes would wait for those with long passes.
+Balancing the time of the layers alone works better than balancing layers and output layer together.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from evenpipe.model.description import Description
 from evenpipe.model.flops import attention_of, matrix_flops
 
 _TILE = 128
-"""Tokens that products and kernels take at a time; long slices are whole tiles."""
+"""Tokens that products and kernels process at a time; long slices are a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowWork:
-    """The forward of all layers on a row, in any one unit of work or time."""
+    """The cost of the forward of all layers on a row, in any unit of work or time."""
 
     per_token: float
-    """Of a token, besides attention."""
+    """Work of a token, without attention."""
     per_key: tuple[tuple[int | None, float], ...]
-    """Window (None: all tokens before), and the work of a token on each key that it looks at, itself among them."""
+    """(window, work per token and key); window None: all previous tokens. A token is one of its own keys."""
 
     @classmethod
     def of(cls, description: Description) -> RowWork:
@@ -53,7 +53,7 @@ class RowWork:
         return self.attention(length) / total if total else 0.0
 
     def with_share(self, share: float, length: int) -> RowWork:
-        """Return the same, with another share of attention on rows of `length` tokens; unchanged without attention."""
+        """Return a copy with another share of attention on rows of `length` tokens; unchanged without attention."""
         attention = self.attention(length)
         if not attention:
             return self
@@ -64,10 +64,10 @@ class RowWork:
         return replace(self, per_token=(1 - share) * total / length, per_key=per_key)
 
     def as_measured(self, layers: Sequence[float], tokens: Sequence[float], length: int) -> RowWork:
-        """Return the same, with the share of attention that fits measured times best.
+        """Return a copy with the share of attention that best fits measured times.
 
-        layers: forward times of the slices of a row of `length` tokens, relative to each other. tokens: their lengths,
-        likewise.
+        layers: forward times of the slices of a row of `length` tokens, relative to each other. tokens: their relative
+        lengths.
         """
         ends = [0]
         for stop in range(1, len(tokens)):
@@ -76,7 +76,7 @@ class RowWork:
         total = sum(slice_work)
         if not total or len(layers) < 2:
             return self
-        # layers = (1 - share) tokens + share attention, each as parts of its sum
+        # layers = (1 - share) tokens + share attention, each divided by its sum
         times = [time / sum(layers) for time in layers]
         lengths = [count / sum(tokens) for count in tokens]
         excess_attention = [work / total - count for work, count in zip(slice_work, lengths, strict=True)]
@@ -88,17 +88,18 @@ class RowWork:
 
 
 def _pairs(tokens: int, window: int | None) -> float:
-    """Return the keys that the first `tokens` tokens of a row look at, together."""
+    """Return the number of (token, key) pairs of the first `tokens` tokens of a row."""
     near = tokens if window is None else min(tokens, window)
     return near * (near + 1) / 2 + (tokens - near) * near
 
 
 def slice_ends(work: RowWork, length: int, slices: int, multiple: int) -> tuple[int, ...]:
     """Return the number of tokens up to the end of each slice of a sequence, so that the layers' work on all slices is
-    about equal: later tokens have more keys to look at, so later slices are shorter. The last one takes the rest.
+    about equal: later tokens attend to more keys, so later slices are shorter. The last slice takes the remainder.
 
     Args:
-        multiple: of which every slice has some; a divisor of the length. Long slices are also whole tiles of 128.
+        multiple: the length of every slice is a multiple of this; a divisor of `length`. Long slices are also multiples
+            of 128.
     """
     if slices == 1:
         return (length,)

@@ -1,7 +1,7 @@
-"""Makes a small copy of a model's config that keeps all differences between architectures.
+"""Makes a small copy of a model's config that keeps everything in which architectures differ.
 
-Widths and counts become small, multipliers and soft-caps move away from values without effect, and dropouts become
-zero. Relations between sizes are kept: heads times their size equal the hidden size only if they did before. Attributes
+Widths and counts become small, multipliers and soft-caps move away from neutral values, and dropouts become
+zero. Relations between sizes are kept: heads times head size equals the hidden size only if it did before. Attributes
 are set on a copy, not passed through the constructor, since validators and derived defaults of many configs reject or
 undo partial changes; read-only attributes stay unchanged.
 """
@@ -19,9 +19,9 @@ from transformers import PreTrainedConfig
 HIDDEN, HEADS, HEAD_SIZE, ROTARY, VOCABULARY = 64, 4, 16, 8, 251
 
 FEW_TOKENS = 16
-"""Up to so many, some rotary tables are other ones than beyond."""
+"""Some rotary tables are different for longer sequences."""
 
-# (pattern, limit): an integer becomes `limit` if it is larger and its name matches. The first matching row applies.
+# (pattern, limit): an integer becomes `limit` if it is larger and its name matches. The first matching pattern applies.
 SMALLER = [
     (re.compile(pattern), limit)
     for pattern, limit in (
@@ -60,13 +60,13 @@ HEADS_OF = {
     "mamba_head_dim": ("mamba_num_heads",),
     "mamba_headdim": ("n_mamba_heads",),
 }
-"""Sizes of heads -> their counts: the product is a width that may have to match the hidden size."""
+"""Head sizes -> head counts: the product is a width that may have to match the hidden size."""
 
 LATENT = ("qk_rope_head_dim", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "head_dim")
 """Head sizes of latent attention, which keep their proportions instead."""
 
 STEPS = ({"narrow": True, "moved": True}, {"narrow": True, "moved": False}, {"narrow": False, "moved": True})
-"""Arguments for `small_config`, the strictest first; the others are for architectures that do not run with it."""
+"""Arguments for `small_config`, the strictest first; the others are for architectures that do not run with those."""
 
 
 def said_of_layers(config: PreTrainedConfig, layers: int) -> list[list[Any]]:
@@ -86,9 +86,9 @@ def small_config(
 
     Args:
         layers: number of layers of the model.
-        kept: for each layer of the copy, the original layer.
-        narrow: make widths small too.
-        moved: change multipliers, scales and soft-caps (a multiplier of 1 has no effect that a test could see).
+        kept_layers: for each layer of the copy, the original layer.
+        narrow: also make widths small.
+        moved: change multipliers, scales and soft-caps (a test could not see the effect of a multiplier of 1).
     """
     result = copy.deepcopy(config)
     small = result.get_text_config()
@@ -145,8 +145,7 @@ def _are_indices(value: Any, name: str, layers: int) -> TypeGuard[list[int]]:
 
 
 def _layerwise(config: PreTrainedConfig) -> dict[str, list[Any]]:
-    """Return attribute -> its value in every layer, for attributes with a config per layer instead of a list (Gemma
-    4)."""
+    """Return attribute -> its values by layer, for configs with a config per layer instead of lists (Gemma 4)."""
     if not getattr(config, "is_heterogeneous", False):
         return {}
     layers = list(config.per_layer_config)
@@ -154,7 +153,7 @@ def _layerwise(config: PreTrainedConfig) -> dict[str, list[Any]]:
 
 
 def _in_proportion(value: Any, usual: Any, small: Any) -> Any:
-    """Return a layer's value in the small copy: larger or smaller than the usual one if that is so in the model."""
+    """Return a layer's value in the small copy: larger or smaller than the usual value if it is so in the model."""
     if small == usual or not (_is_whole(value) and _is_whole(usual) and _is_whole(small)):
         return value
     if value == usual:
@@ -208,7 +207,7 @@ def _smaller(name: str, value: Any, hidden: Any) -> Any:
 
 
 def _scaled(width: int, hidden: Any) -> int:
-    """Scale a width like the hidden size, in steps of 32; the two are equal only if they were before."""
+    """Scale a width like the hidden size, in steps of 32; the two become equal only if they were before."""
     if not _is_whole(hidden) or hidden <= HIDDEN:
         return width
     near = 32 * max(1, round(width * HIDDEN / hidden / 32))

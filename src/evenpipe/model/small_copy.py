@@ -1,5 +1,4 @@
-"""Small copies of a model, on which it is checked before it is trained: narrow, with random weights and a layer of
-every kind."""
+"""Small copies of a model, for checks before it is trained: narrow, with random weights and a layer of every kind."""
 
 from __future__ import annotations
 
@@ -37,13 +36,13 @@ class SmallCopy:
     """A small copy of a model in one arithmetic."""
 
     description: Description
-    """With a live `model`. It runs on up to `FEW_TOKENS` tokens only: more may change its rotary tables."""
+    """With a live `model`. It runs on at most `FEW_TOKENS` tokens: more may change its rotary tables."""
     dtype: torch.dtype
-    """fp64 if it runs in it."""
+    """fp64 if the copy runs in fp64."""
     kept: list[int]
-    """For each layer, that of the model."""
+    """For each layer, the index of the layer in the model."""
     exact: bool = False
-    """What it casts to fp32 is fp64 (`InFp64`)."""
+    """Casts to fp32 give fp64 instead (`InFp64`)."""
     _results: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @contextmanager
@@ -61,16 +60,16 @@ class SmallCopy:
 
 
 class SmallCopies:
-    """The small copies of one model, each made on first use.
+    """The small copies of a model, each made on first use.
 
-    Checks get them from `SmallCopies.of`, so they share them, and all that they compute of the whole copies, while
-    somebody keeps what `of` returned. Otherwise nothing outlives a check.
+    Checks get them from `SmallCopies.of`, so checks share the copies and the results of the whole copies while somebody
+    holds the object that `of` returned. Otherwise nothing outlives a check.
     """
 
     def __init__(self, description: Description) -> None:
         self._description = description
         self._configs: dict[int, tuple[PreTrainedConfig, list[int]]] = {}
-        """By the number of the step, with the layers that it keeps."""
+        """By index in `STEPS`: the config, and the layers that it keeps."""
 
     @classmethod
     def of(cls, description: Description) -> SmallCopies:
@@ -87,7 +86,7 @@ class SmallCopies:
 
     @cached_property
     def exact(self) -> SmallCopy:
-        """In fp64 throughout if it runs so, else in fp32. Raises InputError if no small copy could be made."""
+        """Computes in fp64 throughout if that runs, else in fp32. Raises InputError if no small copy could be made."""
         with checking():
             with suppress(InputError), InFp64():
                 return self._make((torch.float64,), exact=True)
@@ -108,7 +107,7 @@ class SmallCopies:
                         self._configs[step] = _choose(description, **STEPS[step])
                     config, kept_layers = self._configs[step]
                     model = _build(type(description.skeleton), config, dtype)
-                    small = describe(model, spec=description.spec)  # before a use, which changes BigBird's modules
+                    small = describe(model, spec=description.spec)  # before a forward, which changes BigBird's modules
                     small = _transformed(small, description.transforms, kept_layers)
                     with torch.no_grad():
                         logits = model(input_ids=torch.arange(6).view(2, 3), use_cache=False, return_dict=True).logits
@@ -134,13 +133,13 @@ class SmallCopies:
 
 
 _KEPT: WeakValueDictionary[int, SmallCopies] = WeakValueDictionary()
-"""By the id of the skeleton, which they hold."""
+"""By the id of the skeleton, which the copies keep alive."""
 
 
 @contextmanager
 def checking() -> Iterator[None]:
-    """Keep the random state, record gradients, and use one thread: on busy cores, threads that share such small
-    matrices take ten times as long."""
+    """Preserve the random state, record gradients, and use one thread: on busy cores, several threads take ten times as
+    long on such small matrices."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -172,9 +171,9 @@ def _settings(module: nn.Module) -> list[tuple[str, bool | str | None]]:
 def choices_of_layers(config: PreTrainedConfig, kinds: Sequence[Hashable]) -> list[list[int]]:
     """Return choices of layers for a small copy, the fewest first.
 
-    First, one layer of each kind, with the earliest others up to four; then, for configs that determine kinds by a
-    layer's index (every eighth, all but the first three), all up to the last new kind; finally all. Fewer than four are
-    repeated.
+    First, one layer of each kind, filled up to four with the earliest other layers; then, for configs that determine
+    kinds by a layer's index (every eighth, all but the first three), all layers up to the last new kind; finally all.
+    Fewer than four layers are repeated.
     """
     count = len(kinds)
     signatures = list(
@@ -205,7 +204,7 @@ def _form(description: Description) -> tuple:
 
 
 def _choose(description: Description, **step: bool) -> tuple[PreTrainedConfig, list[int]]:
-    """Return a small config, and for each of its layers that of the model."""
+    """Return a small config, and for each of its layers the index of the layer in the model."""
     name = description.structure.layers_name
     kinds = kinds_of_layers(layers_of(description.skeleton, name))
     for kept_layers in choices_of_layers(description.config, kinds):
@@ -222,7 +221,7 @@ def _choose(description: Description, **step: bool) -> tuple[PreTrainedConfig, l
 
 
 def _build(model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Noise is added to every parameter, since norms of ones and biases of zero hide errors."""
+    """Build a model. Noise is added to every parameter, since norms of ones and biases of zero hide errors."""
     torch.default_generator.manual_seed(0)
     with torch.device("cpu"):
         model = model_class._from_config(copy.deepcopy(config), dtype=dtype)
@@ -233,7 +232,7 @@ def _build(model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: 
 
 
 def _transformed(small: Description, transforms: Sequence[LayerTransform], kept_layers: Sequence[int]) -> Description:
-    """Return a small copy, whose live model changes with it, after the transforms of its model."""
+    """Return a small copy after the transforms of its model, which are also applied to its live model."""
     if not transforms:
         return small
     renumbered = Renumbered(transforms, tuple(kept_layers))

@@ -36,7 +36,7 @@ _NO_MODELS = (
 
 @dataclass(frozen=True, slots=True)
 class PassedTensor:
-    """A tensor that each layer returns besides the hidden states, and that the next one takes."""
+    """A tensor that each layer returns besides the hidden states, and that the next layer takes."""
 
     entry: int
     """Its index in the tuple that a layer returns."""
@@ -69,20 +69,20 @@ class Structure:
     last_parameters: tuple[str, ...] = ()
     """Parameters outside the layers that act after them (the final norm), without the head."""
     entering: EdgeTensor
-    """The hidden states that the first layer gets."""
+    """The hidden states that the first layer receives."""
     handed_on: tuple[EdgeTensor, ...]
-    """What layers hand on to each other, hidden states first."""
+    """The tensors that layers pass to each other, hidden states first."""
     beside: tuple[PassedTensor, ...] = ()
-    """How layers of transformers hand on the others."""
+    """How layers of transformers pass the tensors other than the hidden states."""
     writes_to_input: bool = False
     """The forward changes its embedded tokens in place."""
     wants_token: int | None = None
     """The forward must get token ids, all equal to this one, since it treats embedded tokens differently (Falcon-H1
-    scales only rows that it looks up itself). None: it treats them the same."""
+    scales only rows that it looks up itself). None: it treats both the same."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, below its heading if it has one, to quote in our messages."""
+    """Return the first line of an error's text, after its heading if it has one, to quote in our messages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):  # "Validation error for field 'hidden_size':"
         lines = [lines[1].removeprefix("TypeError: ").removeprefix("ValueError: ")]
@@ -122,7 +122,7 @@ def build_skeleton(
 
 
 def _keep_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Apply transformers' own plan of dtypes, which it reads only when it loads weights."""
+    """Apply transformers' own dtype plan, which it reads only when it loads weights."""
     tensors = dict((*model.named_parameters(), *persistent_buffers(model)))
     for name, planned in planned_dtypes(model, dtype, tensors).items():
         tensors[name].data = tensors[name].data.to(planned)
@@ -158,7 +158,7 @@ def embedding_of(model: nn.Module, embedding_module: str) -> nn.Embedding:
 
 
 def find_layers(model: PreTrainedModel) -> str:
-    """Return the name of the list of transformer layers, found by structure first, by the pipeline plan second."""
+    """Return the name of the list of transformer layers, found by structure or else by the pipeline plan."""
     base = model.base_model
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = [(name, module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList)]
@@ -184,7 +184,7 @@ def identity_forward(
 ):
     """Return a forward for layers of other stages: it returns its hidden states in the form of a real layer's result.
 
-    `beside` are the next entries of a tuple; those behind them are None.
+    `extras` are the next entries of a tuple; the remaining entries are None.
     """
 
     def forward(*args, **kwargs):
@@ -217,7 +217,7 @@ def strip(module: nn.Module) -> None:
 
 
 class HeadStub(nn.Module):
-    """Replaces the output layer: calls `receive` with its input and returns the result.
+    """Replaces the output layer: calls `receive` on its input and returns the result.
 
     Its `weight` (some forwards read its dtype, shape and device) is a `stand_in`.
     """
@@ -247,7 +247,7 @@ def replace_head(
 
 
 def hollow(model: PreTrainedModel, structure: Structure, receive: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Strip all layers, give buffers their values on the CPU, and open the ends as `open_ends`."""
+    """Strip all layers, give buffers their values on the CPU, and open the ends with `open_ends`."""
     restore_buffers(model, structure.layers_name, range(0))
     for layer in layers_of(model, structure.layers_name):
         strip(layer)

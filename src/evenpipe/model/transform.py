@@ -1,12 +1,12 @@
-"""Changes of the layers of a model, in an ordered list, each with one signature.
+"""Changes to the layers of a model, in an ordered list, all with the same signature.
 
-    before parameters are taken     of the model: modules and terms that are added (adapters), in its skeleton, in every
-                                    stage, and in the small copies of the checks: `transformed`
-    behind                          of the runtime: the cut over tensor ranks, attention on shares of sequences,
+    before parameters are taken     of the model: added modules and terms (adapters), in its skeleton, in every stage,
+                                    and in the small copies of the checks: `transformed`
+    afterwards                      of the runtime: the cut over tensor ranks, attention on shares of sequences,
                                     experts, split backward, checkpointing or compilation, placement of activations,
                                     random numbers
 
-Those of the runtime are put in order in `runtime/device.py`; each stands in the file of what it does.
+The transforms of the runtime are ordered in `runtime/device.py`; each is in the file of its feature.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from evenpipe.model.structure import layers_of
 
 
 class LayerTransform(Protocol):
-    """A change of the layers of a model."""
+    """A change to the layers of a model."""
 
     def apply(self, model: nn.Module, layers: Mapping[int, nn.Module]) -> None:
-        """Change layers in place, the same way for a layer wherever it is.
+        """Change layers in place; what a layer becomes does not depend on the stage that has it.
 
         Args:
             model: a model, or a stage with some of its layers.
-            layers: by number in the model. Parameters may be on the meta device.
+            layers: by index in the model. Parameters may be on the meta device.
         """
         ...
 
@@ -44,10 +44,10 @@ class Renumbered:
 
     transforms: Sequence[LayerTransform]
     numbers: Sequence[int]
-    """For each layer of the copy, that of the model."""
+    """For each layer of the copy, the index of the layer in the model."""
 
     def apply(self, model: nn.Module, layers: Mapping[int, nn.Module]) -> None:
-        for position, layer in layers.items():  # one by one, since several may be copies of the same layer
+        for position, layer in layers.items():  # separately, since several may be copies of the same layer
             for transform in self.transforms:
                 transform.apply(model, {self.numbers[position]: layer})
 
@@ -61,8 +61,8 @@ def apply_to_all(model: nn.Module, layers_name: str, transforms: Iterable[LayerT
 
 def transformed(description: Description, transforms: Sequence[LayerTransform]) -> Description:
     """Return the description of a model after transforms that add modules to its layers, or terms to its linear layers
-    (`linear.add_term`). A live model does not change; initial values of what is added come from `reset_parameters` of
-    the added modules.
+    (`linear.add_term`). A live model does not change; `reset_parameters` of the added modules sets their initial
+    values.
 
     Raises:
         InputError: a transform has removed or replaced a parameter, or has changed plain modules.
@@ -84,7 +84,7 @@ def transformed(description: Description, transforms: Sequence[LayerTransform]) 
 
 
 def added_modules(model: nn.Module, added: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) of the outermost modules all of whose parameters are among the `added`."""
+    """Yield (name, module) of the outermost modules whose parameters are all in `added`."""
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         parameter_names = [f"{name}.{key}" for key, _ in module.named_parameters()]
@@ -94,7 +94,7 @@ def added_modules(model: nn.Module, added: Collection[str]) -> Iterator[tuple[st
 
 
 def reset_added(name: str, module: nn.Module, seed: int) -> None:
-    """Draw initial values for an added module, which depend on `seed` and its name only."""
+    """Draw initial values for an added module, which depend only on `seed` and its name."""
     with undisturbed(), torch.no_grad():
         torch.default_generator.manual_seed(seed_of(seed, name))
         module.reset_parameters()  # type: ignore[operator]

@@ -59,12 +59,12 @@ class WeightFiles:
         return rows[start:stop].clone()  # a slice would keep the whole storage
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a whole tensor in the model's form."""
+        """Return a full tensor in the model's form."""
         return self._put_together(name, self.stored[name], lambda disk: self._from_file(disk, safe_open.get_tensor))
 
     def part(self, name: str, placement: TensorPlacement) -> torch.Tensor:
-        """Return a part of a tensor in the model's form. Of the first dimension, such as the experts of a layer, only
-        its own entries are read, as far as they are stored apart."""
+        """Return a shard of a tensor in the model's form. Only the shard's entries of the first dimension (such as the
+        experts of a layer) are read if they are stored separately."""
         if not placement.cuts:
             return self.tensor(name)
         if 0 in placement.local_shape:
@@ -96,7 +96,7 @@ class WeightFiles:
         )
 
     def surplus(self) -> list[str]:
-        """Return the names on disk of tensors without a place in the model, except names that transformers ignores."""
+        """Return the names on disk of tensors that the model does not have, except names that transformers ignores."""
         skeleton = self._description.skeleton
         held = skeleton.state_dict()
         used = {disk for name, stored in self.stored.items() if name in held for disk, _ in stored.parts}
@@ -183,13 +183,13 @@ class WeightFiles:
 
 
 def listed(names: list[str]) -> str:
-    """Return the first eight names, and the number of further ones."""
+    """Return the first eight names, and the number of remaining names."""
     suffix = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + suffix
 
 
 def _is_inside(file: Any) -> bool:
-    """Return whether an index may name this file: a path relative on every system, never upwards. Links are allowed."""
+    """Return whether an index may name this file: a relative path on every system, without "..". Links are allowed."""
     if not isinstance(file, str) or not file.endswith(".safetensors") or "\0" in file:
         return False
     windows = PureWindowsPath(file)
