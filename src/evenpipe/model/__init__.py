@@ -1,6 +1,6 @@
 """Cuts a Hugging Face causal language model into stages: describe it, build a stage, load its weights, save it.
 
-Architectures are recognised by structure and by probing; `spec.py` has what a family or a user says instead of it.
+Architectures are recognised by structure and by probing; `spec.py` holds what a family or a user says instead.
 `self_check` compares the cut model with the whole one before anything is trained.
 """
 

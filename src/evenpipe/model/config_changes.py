@@ -23,7 +23,7 @@ BOOKKEEPING = re.compile(
     r"|torchscript|output_(hidden_states|attentions)|(attn|experts)_implementation|gradient_checkpointing|pretraining_tp"
     r"|chunk_size_feed_forward|id2label|label2id|num_labels|problem_type|task_specific_params|finetuning_task"
 )
-"""Fields that affect neither the model's function nor its training; transformers changes some by itself."""
+"""Fields that affect neither the model's function nor its training; transformers itself changes some of them."""
 
 TRAINING_ONLY = re.compile(
     r".*drop.*|(.*_)?init(_.*|ializer.*)?|.*jitter.*|.*loss_coef.*|output_router_logits|.*_token_(id|index)"
@@ -38,10 +38,10 @@ _ROTARY_WITHOUT_LIMIT = {"default", "linear", "llama3"}
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One field that differs."""
+    """A field that differs."""
 
     name: str
-    """Fields of tables follow a dot: `rope_parameters.rope_theta`."""
+    """Fields of nested tables follow a dot: `rope_parameters.rope_theta`."""
     before: Any
     now: Any
     changes_function: bool

@@ -1,9 +1,9 @@
-"""What the processes that share every sequence move in each attention layer, and which way moves less.
+"""How much the processes that share every sequence communicate in each attention layer, and which way moves less.
 
-keys     F gathers keys and values; the backward gathers them again and sums their gradients, in which every
-         process has a part of all. Of slices the first gathering is kept, and the backward only sums
-heads    F exchanges queries, keys and values for heads of all tokens, and the result for tokens; the backward
-         exchanges their gradients the other way. Heads of keys that are fewer than processes are repeated
+keys     F gathers keys and values; the backward gathers them again and sums their gradients, since every process has
+         a share of all of them. With slices, the gathered keys and values are kept, and the backward only sums
+heads    F exchanges queries, keys and values so that a process has some heads of all tokens, and exchanges the result
+         back; the backward exchanges their gradients in reverse. Key heads fewer than processes are repeated
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from evenpipe.model.flops import Attention, attention_of
 
 
 class Moved(NamedTuple):
-    """Tensors that one layer gathers, sums or exchanges: for each, its elements per own token of a process."""
+    """Tensors that a layer gathers, sums or exchanges: for each, the elements per local token of a process."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
 
 
 def moved(attention: Attention, exchange: str, *, ranks: int, tensor_ranks: int, kept: bool = False) -> Moved:
-    """Return what a layer moves.
+    """Return the tensors that a layer moves.
 
     Args:
         exchange: "keys" or "heads".
-        ranks: processes that share a sequence.
-        tensor_ranks: processes that share the heads before that.
-        kept: keys of the forward are there in the backward, since later slices see them.
+        ranks: number of processes that share a sequence.
+        tensor_ranks: number of processes among which the heads are already split.
+        kept: the keys of the forward are still held in the backward, since later slices attend to them.
     """
     query, value = attention.query_size, attention.value_size
     of_keys = attention.key_value_size / (query + value) / tensor_ranks
@@ -49,7 +49,7 @@ def received(attention: Attention, exchange: str, *, ranks: int, tensor_ranks: i
 
 
 def heads_divide(attention: Attention, *, ranks: int, tensor_ranks: int) -> bool:
-    """Return whether the processes can share the heads; without any there is nothing to share."""
+    """Return whether the processes can share the heads; True if there are no heads."""
     heads, sizes = attention.heads, attention.query_size + attention.value_size
     of_keys, left = divmod(attention.key_value_size // sizes if heads else 0, tensor_ranks)
     if left or heads % (tensor_ranks * ranks):
@@ -73,7 +73,7 @@ class Choice(NamedTuple):
 def choose(
     description: Description, requested: Literal["auto", "keys", "heads"], *, ranks: int, tensor_ranks: int, slices: int
 ) -> Choice:
-    """Return how context ranks exchange: as `wanted`, or with "auto" the way in which less travels."""
+    """Return how context ranks exchange: as `requested`, or with "auto" the way that moves less."""
     if requested != "auto":
         return Choice(requested, "as given")
     sizes = {"ranks": ranks, "tensor_ranks": tensor_ranks}

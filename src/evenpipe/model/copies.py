@@ -1,7 +1,7 @@
 """Copies of a model on the meta device, each with only some of its layers.
 
-A planner makes hundreds of stages of one model, and to build all layers of a deep mixture of experts takes 20 times as
-long as to copy those that a stage has.
+A planner makes hundreds of stages of a model, and building all layers of a deep mixture of experts takes 20 times as
+long as copying the layers of a stage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class Copies:
-    """Copies of one model in one dtype.
+    """Copies of a model in one dtype.
 
     Attributes:
         whole: the model, without storage; not to be changed.
@@ -43,7 +43,7 @@ class Copies:
 
     @cached_property
     def buffer_dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes of buffers: some follow that of the model (decays, masks that multiply scores), others do not
+        """The dtypes of buffers: some follow the model's dtype (decays, masks that multiply scores), others do not
         (rotary tables)."""
         return {name: buffer.dtype for name, buffer in self.whole.named_buffers()}
 
@@ -62,8 +62,8 @@ class Copies:
         return layers
 
     def of(self, kept_layers: range) -> PreTrainedModel:
-        """Return a copy with meta parameters, and buffers with their values on the CPU. Its layers outside `kept` are
-        stripped (see `strip`), and share what is inside of them with other copies.
+        """Return a copy with meta parameters, and buffers with their values on the CPU. Its layers outside
+        `kept_layers` are stripped (see `strip`), and share their submodules with other copies.
 
         Raises:
             InputError: as `restore_buffers`.
@@ -82,11 +82,11 @@ class Copies:
 
 
 def copied(module: Module, memo: dict[int, Any] | None = None) -> Module:
-    """Return what `copy.deepcopy` returns, in a third of the time, most of which it spends on empty dictionaries of
-    hooks.
+    """Return the result of `copy.deepcopy` in a third of the time: `deepcopy` spends most of its time on empty
+    dictionaries of hooks.
 
     Args:
-        memo: by id, what stands for a part instead of a copy; filled with what is copied.
+        memo: id of an object -> object to use instead of a copy; filled with the copies.
     """
     memo = {} if memo is None else memo
     if hasattr(type(module), "__deepcopy__"):
@@ -116,4 +116,4 @@ def copies(description: Description, dtype: torch.dtype) -> Copies:
 
 
 _COPIES: MutableMapping[nn.Module, dict[torch.dtype, Copies]] = WeakKeyDictionary()
-"""By skeleton."""
+"""Skeleton -> dtype -> copies."""

@@ -1,4 +1,4 @@
-"""Whether a model draws random numbers in training: dropout, noise of routers, layers that are left out."""
+"""Whether a model draws random numbers in training: dropout, router noise, skipped layers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _NAME = re.compile(r"(?!classifier|summary).*(drop|jitter|noise)")
 
 
 def may_draw(description: Description) -> bool:
-    """Return whether layers of a model may draw random numbers in training. Those of plain modules always may: a call
-    of `torch.nn.functional.dropout` is not seen."""
+    """Return whether layers of a model may draw random numbers in training. Plain modules always may, since a call of
+    `torch.nn.functional.dropout` cannot be seen."""
     config = description.config
     if config is None:
         return True
@@ -25,15 +25,14 @@ def may_draw(description: Description) -> bool:
 
 
 def noise_of_routers(description: Description) -> tuple[str, float] | None:
-    """Return a field of the model's config, and its value, by which routers get noise in training; None: there is
-    none."""
+    """Return the name and value of the config field that adds noise to routers in training; None: there is none."""
     config = description.config
     fields = {} if config is None else vars(config) | vars(config.get_text_config())
     return next(((name, float(value)) for name, value in fields.items() if "jitter" in name and _is_share(value)), None)
 
 
 def _draws(holder: Any) -> bool:
-    """Return whether a config or a module has a share of something that is dropped, or of noise."""
+    """Return whether a config or a module has a nonzero rate of dropout or noise."""
     if isinstance(holder, _DropoutNd):
         return holder.p > 0
     return any(_is_share(value) and _NAME.match(name) for name, value in vars(holder).items())

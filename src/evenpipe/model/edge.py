@@ -1,4 +1,4 @@
-"""What an edge between two stages carries for a microbatch: named tensors, and back the gradients of some of them."""
+"""What an edge between two stages carries for a microbatch: named tensors, and the gradients of some of them back."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from evenpipe.errors import InputError
 from evenpipe.words import count, refused
 
 SEQUENCES, TOKENS = "sequences", "tokens"
-"""Sizes in shapes that are those of a microbatch. A tensor rank has its share of the tokens."""
+"""Sizes in shapes that come from the microbatch. A tensor rank has its share of the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeTensor:
-    """The form of a tensor that layers hand on.
+    """The form of a tensor that layers pass on.
 
         EdgeTensor("memory", ("sequences", "tokens", 16), torch.float64)
         EdgeTensor("choices", ("sequences", "tokens"), torch.int64)
@@ -33,8 +33,8 @@ class EdgeTensor:
     dtype: torch.dtype | None = None
     """None: that of the computation."""
     has_gradient: bool | None = None
-    """Whether its gradient travels back; default: that of a floating-point tensor does. Layers must return a tensor
-    that has none detached."""
+    """Whether its gradient travels back; default: True for floating-point tensors. Layers must detach a tensor without
+    gradient before they return it."""
     widens: bool = False
     """Whether it has the dtype of the computation if that is wider than `dtype`."""
 
@@ -59,21 +59,21 @@ class EdgeTensor:
         return f"{self.name} [{', '.join(map(str, self.shape))}]{dtype}{without}"
 
     def computed_in(self, dtype: torch.dtype) -> EdgeTensor:
-        """Return its form in a computation in that dtype."""
+        """Return the form of the tensor in a computation in that dtype."""
         if self.dtype is None:
             return replace(self, dtype=dtype)
         return replace(self, dtype=torch.promote_types(self.dtype, dtype), widens=False) if self.widens else self
 
     def sizes(self, sequences: int, tokens: int) -> list[int]:
-        """Return its shape for a microbatch of [sequences, tokens]."""
+        """Return the shape of the tensor for a microbatch of [sequences, tokens]."""
         return [sequences if size == SEQUENCES else tokens if size == TOKENS else int(size) for size in self.shape]
 
     def microbatch(self, tensor: Tensor) -> tuple[int, int]:
-        """Return the sequences and tokens of a microbatch, from a tensor of this form that has both."""
+        """Return the sequences and tokens of a microbatch, from a tensor of this form that has both sizes."""
         return tensor.shape[self.shape.index(SEQUENCES)], tensor.shape[self.shape.index(TOKENS)]
 
     def fault(self, returned: Any, sequences: int, tokens: int) -> str | None:
-        """Return what is wrong with a tensor as it was returned for a microbatch, None if nothing is."""
+        """Return a text about what is wrong with a tensor returned for a microbatch; None if it is correct."""
         if not isinstance(returned, Tensor):
             return f"a {type(returned).__name__}"
         if list(returned.shape) != self.sizes(sequences, tokens) or returned.dtype != self.dtype:
@@ -84,7 +84,7 @@ class EdgeTensor:
 
 
 def hidden_of_width(width: int) -> EdgeTensor:
-    """Return the form of hidden states as most layers hand them on."""
+    """Return the form of the hidden states of most layers."""
     return EdgeTensor("hidden", (SEQUENCES, TOKENS, width))
 
 
@@ -96,14 +96,14 @@ class EdgeSpec:
 
     @property
     def gradients(self) -> tuple[EdgeTensor, ...]:
-        """Those whose gradients travel back."""
+        """The tensors whose gradients travel back."""
         return tuple(tensor for tensor in self.tensors if tensor.has_gradient)
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.tensors))
 
     def check(self, producer: str, returned: Sequence[Any], sequences: int, tokens: int) -> None:
-        """Raise InputError if what a part of the model returned for a microbatch is not of this form."""
+        """Raise InputError if the tensors that a part of the model returned for a microbatch do not have this form."""
         if len(returned) != len(self.tensors):
             raise InputError(f"{producer} returned {count(len(returned), 'tensor')}, expected {self}.")
         for tensor, value in zip(self.tensors, returned, strict=True):

@@ -1,6 +1,6 @@
-"""Where the tokens of a microbatch meet experts that the members of a group share: rows, pairs and bytes.
+"""How many rows, pairs and bytes of a microbatch reach experts that are sharded over the members of a group.
 
-    n tokens of a member, k choices of each, E experts, ep members, s: what the fullest member gets over the mean
+    n tokens of a member, k choices of each, E experts, ep members, s: load of the fullest member over the mean
     local = ceil(E / ep)                        experts of a member; the last members have fewer
     D     = sum of 1 - C(E - e, k) / C(E, k)    members that a token meets if routing is even; e: experts of a member
     R     = s n ep (1 - C(E - local, k) / C(E, k))      rows of the fullest member: s n D where ep divides E
@@ -17,34 +17,34 @@ from dataclasses import dataclass
 from evenpipe.words import refused
 
 TRANSFERS = {"F": 2, "B": 2, "I": 2, "W": 0, "full": 1, "selective": 0}
-"""Trips of rows in a pass, and in the repetition of a checkpointed layer, which stops where its experts have saved what
-they need. R is a forward like F."""
+"""Trips of rows in a pass, and in the recomputation of a checkpointed layer, which stops where its experts have saved
+what they need. R is a forward like F."""
 
 SMALL = {"choices": 4, "weights": 4, "gradients of weights": 4}
-"""Bytes of a choice of a row that travel beside its rows: int32 and fp32, the first two in F."""
+"""Bytes per choice of a row that travel with the rows: int32 and fp32, the first two in F."""
 
 
 def check_skew(skew: float) -> None:
-    """Raise InputError for a skew that cannot be."""
+    """Raise InputError for an impossible skew."""
     if not 1 <= skew < math.inf:
         raise refused("skew", skew, "a number of at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRows:
-    """One call of a layer's experts, on the member that has most."""
+    """A call of a layer's experts, on the fullest member."""
 
     tokens: int
-    """Of each member."""
+    """Tokens of each member."""
     choices: int
     experts: int
-    """Of all members."""
+    """Experts of all members."""
     members: int = 1
     skew: float = 1.0
 
     @property
     def local(self) -> int:
-        """Experts of the first members."""
+        """Number of experts of the first members."""
         return -(-self.experts // self.members)
 
     @property
@@ -66,16 +66,16 @@ class ExpertRows:
 
     @property
     def own(self) -> int:
-        """Rows that stay."""
+        """Rows that stay on the member."""
         return round(self.tokens * self._share(self.local))
 
     @property
     def sent(self) -> list[int]:
-        """Rows that the first member sends to each one; 0 to itself."""
+        """Rows that the first member sends to each member; 0 to itself."""
         return [0, *(round(self.tokens * self._share(self._held(member))) for member in range(1, self.members))]
 
     def traffic(self, hidden_size: int, element: int, transfers: int = 1) -> int:
-        """Return the bytes of rows that a member sends in so many trips of `TRANSFERS`: n D (ep - 1) / ep h b for
+        """Return the bytes of rows that a member sends in `transfers` trips (see `TRANSFERS`): n D (ep - 1) / ep h b
         each."""
         return transfers * sum(self.sent) * hidden_size * element
 

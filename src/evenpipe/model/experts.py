@@ -1,4 +1,4 @@
-"""Finds experts that stand together in tensors [experts, ...] and run through transformers' experts interface."""
+"""Finds experts that are fused into tensors [experts, ...] and run through transformers' experts interface."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ def write_folder_metadata(
 ) -> None:
     """Write config.json and generation_config.json, and the other files of the origin.
 
-    The files of an origin stay as they are, to the byte, except for values of config.json that have changed; without
-    an origin they are those that `save_pretrained` of transformers writes.
+    The files of an origin are written byte for byte, except for values of config.json that have changed; without an
+    origin, the files are those that transformers' `save_pretrained` writes.
 
     Args:
-        dtype: dtype of the tensors in the folder, recorded in the config; None: that of the origin.
+        dtype: dtype of the tensors in the folder, recorded in the config; None: the dtype of the origin.
 
     Raises:
         InputError: a model of plain modules has no config.
@@ -61,11 +61,11 @@ def write_folder_metadata(
 def dtypes_to_write(
     description: Description, origin: Mapping[str, torch.dtype], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of each tensor in a folder, by name in memory. Tensors without one keep their own.
+    """Return the dtype of each tensor in a folder, by name in memory. Tensors without an entry keep their dtype.
 
     Args:
         origin: dtypes of the model that was trained, which are kept if `dtype` is None.
-        dtype: dtype of parameters, except of those that transformers keeps in fp32 beside it.
+        dtype: dtype of parameters, except those that transformers keeps in fp32 in a model of this dtype.
     """
     if dtype is None:
         return dict(origin)
@@ -83,7 +83,7 @@ def save_tensors(
     """Write safetensors files, and an index for several files; only one shard's tensors are in memory at a time.
 
     Args:
-        tensors: (name on disk, tensor), on any device, drawn one by one. The caller omits a tied head.
+        tensors: (name on disk, tensor), on any device, consumed lazily. The caller omits a tied head.
         max_shard_size: bytes per file; a single larger tensor gets its own file.
 
     Returns: the files written, including the index.

@@ -15,28 +15,28 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """The attention of one layer over its context."""
+    """The attention of a layer over its context."""
 
     heads: int
-    """0 if there is no such attention."""
+    """0 if the layer has no attention."""
     query_size: int
     value_size: int
     key_value_size: int
-    """Size of keys and values of one token, all heads."""
+    """Size of a token's keys and values, over all heads."""
     window: int | None
     """Tokens that attention looks back on; None: all."""
 
     def context(self, sequence: int) -> int:
-        """Return the most keys that a token attends to."""
+        """Return the largest number of keys that a token attends to."""
         return sequence if self.window is None else min(self.window, sequence)
 
     def pairs(self, sequence: int) -> float:
-        """Return the keys that a token attends to, on average over a causal sequence."""
+        """Return the number of keys that a token attends to, on average over a causal sequence."""
         window = self.context(sequence)
         return window - window * (window - 1) / (2 * sequence)
 
     def flops(self, keys: float) -> float:
-        """Return the forward FLOPs of a token with so many keys."""
+        """Return the forward FLOPs of a token that attends to this number of keys."""
         return 2.0 * keys * self.heads * (self.query_size + self.value_size)
 
 
@@ -64,8 +64,8 @@ def training_flops(description: Description, sequence: int) -> float:
 
         3 * (layers + head), the forward and a backward of twice its work
 
-    with `matrix_flops` and `Attention.flops` of each layer, and `head_flops`. What is computed again, the optimizer,
-    and masked pairs of a causal sequence do not count; documents in a row, frozen parameters and ignored labels make no
+    with `matrix_flops` and `Attention.flops` of each layer, and `head_flops`. Recomputation, the optimizer, and
+    masked pairs of a causal sequence do not count; documents in a row, frozen parameters and ignored labels make no
     difference.
     """
     layers = 0.0
@@ -80,13 +80,13 @@ ARRANGING_SEQUENCE = 2048
 
 
 def arranging_flops(description: Description, sequence: int | None = None) -> tuple[tuple[float, ...], float]:
-    """Return the forward FLOPs per token of every layer and of the output layer, by which orders are arranged and
-    layers are split if no times are known. `sequence` is in tokens."""
+    """Return the forward FLOPs per token of every layer and of the output layer, which are used to arrange orders and
+    split layers if no times are known. `sequence` is in tokens."""
     return tuple(layer_flops(description, sequence or usual_length(description))), head_flops(description)
 
 
 def usual_length(description: Description) -> int:
-    """Return the tokens of a sequence where no number is given."""
+    """Return the assumed number of tokens per sequence if none is given."""
     return min(ARRANGING_SEQUENCE, description.maximum_length or ARRANGING_SEQUENCE)
 
 
@@ -128,7 +128,7 @@ def attention_of(description: Description, index: int) -> Attention:
 
 
 def experts_of(config: Any) -> tuple[int | None, float]:
-    """Return the number of experts, None without any, and the share of them that a token uses."""
+    """Return the number of experts (None if there are none), and the share of them that a token uses."""
     experts = _first_number(config, EXPERTS)
     return experts, (_first_number(config, EXPERTS_PER_TOKEN) or experts or 1) / (experts or 1)
 

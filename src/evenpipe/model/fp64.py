@@ -1,8 +1,8 @@
-"""Lets models compute in fp64 what they always compute in fp32.
+"""Makes models compute in fp64 what they always compute in fp32.
 
-Many families cast norms, routers or attention to fp32, whatever their dtype. Two correct programs that add in another
-order then differ by 1e-7, and by 1e-4 where a gradient is a small difference of large numbers. Without these casts they
-agree to 1e-12, so that whatever differs by more is wrong.
+Many families cast norms, routers or attention to fp32, whatever their dtype. Two correct programs that add in different
+orders then differ by 1e-7, and by 1e-4 where a gradient is a small difference of large numbers. Without these casts
+they agree to 1e-12, so that any larger difference is an error.
 """
 
 from __future__ import annotations

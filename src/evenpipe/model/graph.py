@@ -21,8 +21,8 @@ def graph_nodes(output: torch.Tensor) -> Iterator[Any]:
 
 
 def run_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Run the backward from several tensors, with a gradient for each; None: nothing depends on it. Layers that stop
-    gradients may leave a tensor without a graph."""
+    """Run the backward from several tensors, with a gradient for each; None: nothing depends on the tensor. Layers that
+    stop gradients may leave a tensor without a graph."""
     pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad and pair[1] is not None]
     if pairs:
         torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])

@@ -42,9 +42,9 @@ def probe_position_rows(model: nn.Module, structure: Structure) -> int | None:
     Tables inside layers are not found.
 
     Args:
-        model: as `probe` leaves it: it runs on fp64 hidden states without layers and weights.
+        model: as `probe` leaves it: it runs on fp64 hidden states without layers or weights.
 
-    Returns: position ids may be 0 to this minus 1; None if they index no table outside the layers.
+    Returns: one more than the largest position id; None if position ids index no table outside the layers.
     """
     embedding = embedding_of(model, structure.embedding_module)
     rows = [tensor.shape[0] for tensor in _tables(model) if tensor.dim() == 2]

@@ -1,10 +1,10 @@
-"""What a live model computes beyond its config. Stages are built from the config; the rest is carried over or refused.
+"""What a live model computes beyond its config. Stages are built from the config; other state is copied or refused.
 
-parameters, buffers              copied when a stage is filled (loading.py), those that are not saved too
+parameters, buffers              copied when a stage is filled (loading.py), even if unsaved
 numbers, texts and flags         set on every model that is built: `changed_attributes`, `set_attributes`
 other modules, hooks, forwards   refused by name: `check_wrappers`, `changed_attributes`
-torch.compile, checkpointing     left out, since they change no result: `left_out`
-anything else                    found by a short forward of the live model and of a built one: live_forward.py
+torch.compile, checkpointing     ignored, since they change no result: `left_out`
+anything else                    found by a short forward of the live and of a built model: live_forward.py
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Attributes = Mapping[str, Mapping[str, Any]]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, Enum)
 OF_RUNS = {"training", "gradient_checkpointing", "layers_are_rescaled"}
-"""Attributes that say how a model is run, which a pipeline decides (the last one: RWKV's)."""
+"""Attributes for how a model is run, which the pipeline decides (the last is RWKV's)."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 WITHOUT_EFFECT = ("transformers.modeling_utils", "transformers.utils.output_capturing")
 """Modules of transformers whose hooks change no result: they ask for gradients of the embedded tokens, or record."""
@@ -36,10 +36,10 @@ PLACING = ("AlignDevicesHook", "SequentialHook")
 
 
 def check_wrappers(model: nn.Module) -> None:
-    """Refuse models, and models with modules, that another library has wrapped.
+    """Refuse models that another library has wrapped, or whose modules it has wrapped.
 
     Raises:
-        InputError: the sentence says what to give instead.
+        InputError: the message says what to give instead.
     """
     for name, module in model.named_modules():
         if "_orig_mod" in module._modules:
@@ -69,11 +69,11 @@ def check_values(model: nn.Module) -> None:
 
 
 def changed_attributes(live: PreTrainedModel, built: PreTrainedModel) -> dict[str, dict[str, Any]]:
-    """Return the numbers, texts and flags of a live model's modules that a model built from its config has otherwise.
+    """Return the numbers, texts and flags in which a live model's modules differ from a model built from its config.
 
     Raises:
-        InputError: it has other modules, forwards or hooks, or attributes that cannot be carried over; the sentence
-            names the module and what differs.
+        InputError: it has other modules, forwards or hooks, or attributes that cannot be carried over; the message
+            names the module and the difference.
     """
     held, known = (dict(model.named_modules(remove_duplicate=False)) for model in (live, built))
     for name in (*held, *known):
@@ -93,13 +93,13 @@ def changed_attributes(live: PreTrainedModel, built: PreTrainedModel) -> dict[st
 
 
 def set_attributes(model: nn.Module, changed: Attributes) -> None:
-    """Set what `changed_attributes` has found."""
+    """Set the result of `changed_attributes`."""
     for name, attributes in changed.items():
         vars(model.get_submodule(name)).update(copy.deepcopy(dict(attributes)))
 
 
 def left_out(model: nn.Module) -> list[str]:
-    """Return a sentence for each thing of a live model that a pipeline leaves out, since it has its own."""
+    """Return a sentence for each feature of a live model that a pipeline ignores, since it has its own."""
     compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
     sentences = []
     if compiled:
@@ -107,7 +107,7 @@ def left_out(model: nn.Module) -> list[str]:
             f"model: its compile() of {_named(compiled[0])}{_more(compiled)} is not taken over:"
             " compile_layers=True compiles the layers of stages"
         )
-    name = "is_activation_checkpointing"  # earlier versions of transformers have only the other one
+    name = "is_activation_checkpointing"  # earlier versions of transformers have only the other name
     if getattr(model, name if hasattr(type(model), name) else "is_gradient_checkpointing", False):
         sentences.append(
             "model: its gradient_checkpointing_enable() is not taken over: activation_checkpointing='full' recomputes"
@@ -121,7 +121,7 @@ def _more(names: list[str]) -> str:
 
 
 def _check_calls(name: str, module: nn.Module, built: nn.Module) -> None:
-    """Refuse a module that does more when it is called than a built one of its class."""
+    """Refuse a module that does more when called than a newly built module of its class."""
     if not _only_places(vars(module).get("_hf_hook")):
         raise InputError(
             f"model: accelerate has put a {type(vars(module)['_hf_hook']).__name__} on {_named(name)}, which stages"
@@ -147,7 +147,7 @@ def _only_places(hook: Any) -> bool:
 
 
 class _Configs:
-    """Compares the configs of modules: those that share one in the built model must do so in the live one."""
+    """Compares the configs of modules: those that share one in the built model must do so in the live model too."""
 
     def __init__(self) -> None:
         self._held: dict[int, PreTrainedConfig] = {}
@@ -168,7 +168,7 @@ def _differences(module: nn.Module, built: nn.Module, configs: _Configs) -> Iter
         value = held.item() if isinstance(held, torch.Tensor) and held.dim() == 0 else held
         built_value = vars(built).get(key)
         if not _is_plain(value) and key not in vars(built) and key != "forward":
-            continue  # something of the user's or of transformers' that the class does not know
+            continue  # set by the user or transformers, and unknown to the class
         if isinstance(value, PreTrainedConfig) and isinstance(built_value, PreTrainedConfig):
             if not configs.same(value, built_value):
                 yield key, value, built_value
@@ -177,8 +177,8 @@ def _differences(module: nn.Module, built: nn.Module, configs: _Configs) -> Iter
 
 
 def _same(value: Any, built_value: Any) -> bool:
-    """Return whether two attributes are alike, as far as their kind can tell. Tensors, and objects of the same type or
-    in place of None, may be what the last forward has left."""
+    """Return whether two attributes are equal, as far as their type shows. Tensors, and objects of the same type or in
+    place of None, count as equal, since the last forward may have left them."""
     if isinstance(value, torch.Tensor) or isinstance(built_value, torch.Tensor):
         return True
     if _is_plain(value) and _is_plain(built_value):

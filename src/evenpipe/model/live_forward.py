@@ -1,7 +1,7 @@
 """Compares a short forward of a live model with that of a model built from its config, as stages are.
 
-The built one has no weights of its own: its forward runs on the live model's tensors. Whatever differs then is what
-`changed_attributes` cannot see, such as what a module keeps in objects of its own.
+The built model has no weights: its forward runs on the live model's tensors. Any difference then comes from state that
+`changed_attributes` cannot see, such as objects that a module keeps.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from evenpipe.model.structure import neutral_tokens
 TOKENS = 6
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 ROUNDED = 1e-2
-"""In narrower dtypes."""
+"""Tolerance in narrower dtypes."""
 PARTS = ("_modules", "_parameters", "_buffers")
 LARGEST_ON_CPU = 4_000_000_000
-"""Parameters; a forward of a larger model takes more than some seconds."""
+"""Number of parameters above which a forward takes more than a few seconds."""
 
 
 def check_forward(description: Description) -> None:
     """Check that the live model's logits are those of a model built from its config; neither is changed.
 
-    A model that does not run here, is spread over devices, or is large and on the CPU is not checked.
+    A model that does not run here, is spread over several devices, or is large and on the CPU is not checked.
 
     Raises:
-        InputError: they differ; the sentence names the first module that does.
+        InputError: they differ; the message names the first module whose result differs.
     """
     live = description.model
     parameters = list(live.parameters())
@@ -65,7 +65,7 @@ def check_forward(description: Description) -> None:
             return functional_call(built, tensors, (), inputs).logits
 
     with torch.no_grad(), nothing_packed(), _in_evaluation(live):
-        description.adapt(live)  # until it is set back; RWKV would change its weights
+        description.adapt(live)  # until it is restored; RWKV would change its weights
         try:
             expected = of_live()
         except Exception:  # families raise many types where a kernel is missing
@@ -88,7 +88,7 @@ def check_forward(description: Description) -> None:
 
 @contextlib.contextmanager
 def _in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Evaluate a model, not compiled; set back whatever its modules set meanwhile, such as grown rotary tables."""
+    """Put a model in evaluation mode, uncompiled; on exit restore what its modules set, such as grown rotary tables."""
     saved = [
         (module, {key: dict(value) if key in PARTS else value for key, value in vars(module).items()})
         for module in model.modules()
@@ -105,7 +105,7 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 def _marks_of(model: nn.Module, run: Callable[[], Any]) -> list[tuple[str, Any]]:
-    """Return (name, a number that depends on its result) of each module in the order in which they return."""
+    """Return (name, a number that depends on the result) of each module, in the order in which the modules return."""
     marks: list[tuple[str, Any]] = []
 
     def record(name: str) -> Callable[..., None]:

@@ -30,11 +30,11 @@ def fill_parameters(
     seed: int = 0,
     held: Mapping[str, Held[torch.Tensor]] | None = None,
 ) -> None:
-    """Fill a stage with the weights of its description's live model or folder, or else with fresh ones; what transforms
-    have added to the model begins fresh.
+    """Fill a stage with the weights of its description's live model or folder, or else with fresh weights; parameters
+    that transforms have added start fresh.
 
-    held: this process's parts of its parameters and persistent buffers, by name, if they are not in the stage; no other
-        tensor is made on their device.
+    held: this process's shards of the parameters and persistent buffers, by name, if they are not in the stage; no
+        other tensor is allocated on their device.
     """
     if description.model is not None:
         copy_parameters(stage, description, held)
@@ -64,9 +64,9 @@ def fill_rows(description: Description, name: str, start: int, stop: int, seed: 
 def copy_parameters(
     stage: Stage | ModuleStage, description: Description, held: Mapping[str, Held[torch.Tensor]] | None = None
 ) -> None:
-    """Copy a stage's parameters and buffers from the description's live model, those that are not saved too.
+    """Copy a stage's parameters and buffers, including unsaved buffers, from the description's live model.
 
-    held: as of `fill_parameters`.
+    held: as for `fill_parameters`.
     """
     assert description.model is not None
     with torch.no_grad():
@@ -79,7 +79,7 @@ def copy_parameters(
 
 
 def _copy_unsaved(model: nn.Module, live: nn.Module) -> None:
-    """Copy buffers that are in no checkpoint, such as rotary frequencies, also those that have grown."""
+    """Copy buffers that are in no checkpoint, such as rotary frequencies, even if they have grown."""
     live_buffers = dict(live.named_buffers(remove_duplicate=False))
     for prefix, module in model.named_modules():
         for key in module._non_persistent_buffers_set:
@@ -89,7 +89,7 @@ def _copy_unsaved(model: nn.Module, live: nn.Module) -> None:
 
 
 def live_tensor(description: Description, name: str) -> torch.Tensor:
-    """Return a whole parameter or buffer of the description's live model."""
+    """Return a full parameter or buffer of the description's live model."""
     assert description.model is not None
     parent, _, attribute = name.rpartition(".")
     tensor: torch.Tensor = getattr(description.model.get_submodule(parent), attribute)
@@ -103,7 +103,7 @@ def load_parameters(
     held: Mapping[str, Held[torch.Tensor]] | None = None,
 ) -> None:
     """Read a stage's parameters and persistent buffers from a Hugging Face folder (or hub name), cast to its dtype.
-    held: as of `fill_parameters`.
+    held: as for `fill_parameters`.
 
     Raises:
         InputError: there are no safetensors, names are missing, or shapes differ.
@@ -115,7 +115,7 @@ def load_parameters(
     for name in shards:
         files.require_shape(name, tuple(shapes[name]))
     with torch.no_grad():
-        for name, shard in shards.items():  # one by one, so that only one tensor is in memory twice
+        for name, shard in shards.items():  # one at a time, so that only one tensor is in memory twice
             shard.tensor.copy_(files.part(name, shard.placement))
 
 
@@ -144,7 +144,7 @@ def as_stored(description: Description, *, say: Callable[[str], None] | None = N
     Args:
         description: returned unchanged if it has no `source`.
         say: receives messages about differences between files and config: two matrices despite the tie, and tensors
-            without a place in the model, which transformers ignores too.
+            that the model does not have, which transformers ignores too.
 
     Raises:
         InputError: the folder has no weights, or they are damaged.
@@ -177,6 +177,6 @@ def as_stored(description: Description, *, say: Callable[[str], None] | None = N
 
 
 def drawn_parameters(description: Description) -> Set[str]:
-    """Return the names of the parameters that transforms have added, and that no live model has."""
+    """Return the names of the parameters that transforms have added, and that the live model, if any, does not have."""
     added = description.added
     return added if description.model is None else added - {name for name, _ in description.model.named_parameters()}

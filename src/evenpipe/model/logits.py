@@ -65,7 +65,7 @@ def probe_logits(
     cap = largest if capped else None
 
     positions = torch.arange(math.prod(shape)).view(shape)
-    # Every value stands in many columns: the result must not depend on the column.
+    # Every value is in many columns: the result must not depend on the column.
     z = torch.tensor(GRID, dtype=torch.float64)[positions % len(GRID)]
     y = run(z.clone())
     if y.shape != z.shape:

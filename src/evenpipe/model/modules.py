@@ -44,7 +44,7 @@ def describe_modules(
     Args:
         layers: each is called with the hidden states [batch, sequence, hidden_size] and returns the same shape.
         norm: called on the last layer's output, before the head; None: no norm.
-        extras: the tensors that layers hand on besides the hidden states, as `beside` of `Pipeline.from_modules`.
+        extras: the tensors that layers pass on besides the hidden states, as `beside` of `Pipeline.from_modules`.
     """
     check_ends("the model", embedding, head)
     if len(list(embedding.parameters())) > 1:
@@ -72,7 +72,7 @@ def describe_modules(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The part of a model that a stage is, and the form of its tensors: see `build_stage`."""
+    """The part of a model that forms a stage, and the form of its tensors: see `build_stage`."""
 
     first: int
     last: int
@@ -84,9 +84,9 @@ class Part:
     with_memory: bool = True
     """Whether parameters have memory; otherwise they are on the meta device."""
     held: Mapping[str, TensorPlacement | None] = field(default_factory=dict)
-    """Parameters that tensor ranks share, by name; None: another rank holds it."""
+    """Placements of parameters that tensor ranks share, by name; None: another rank holds the parameter."""
     tensor_ranks: int = 1
-    """Processes that share every layer, each with its rows of the tokens."""
+    """Number of processes that share every layer, each with its own rows of the tokens."""
 
 
 class ModuleStage(nn.Module):
@@ -112,12 +112,12 @@ class ModuleStage(nn.Module):
         if spec.is_first:
             self._embedding = (_without_weight(model.embedding).to(spec.torch_device),)
         for child in (*self.layers.values(), *([self.norm] if spec.is_last else [])):
-            _place(child, spec)  # one by one, so that without memory only one is on the device
+            _place(child, spec)  # one at a time, so that without memory only one is on the device
         self._returns_checked = False
         self.train()
 
     def placement_of(self, name: str, shape: torch.Size) -> TensorPlacement:
-        """Return the placement of a whole tensor of that shape."""
+        """Return the placement of an uncut tensor of that shape."""
         return TensorPlacement(tuple(shape))
 
     def forward(
@@ -129,8 +129,8 @@ class ModuleStage(nn.Module):
         """Compute the tensors of `outgoing` from those of `incoming`. See `Stage.forward`.
 
         Raises:
-            InputError: position ids or a mask were given; or, in the first calls, a module returns something else than
-                the model's layers hand on.
+            InputError: position ids or a mask were given; or, in the first calls, a module does not return what the
+                model's layers pass on.
         """
         for name, value in (("position_ids", position_ids), ("attention_mask", attention_mask)):
             if value is not None:
@@ -154,7 +154,7 @@ class ModuleStage(nn.Module):
 
 
 def _place(module: nn.Module, spec: Part) -> None:
-    """Move a module to the device of its part."""
+    """Move a module to the device and dtype of its stage."""
     module.to(spec.torch_device)
     for parameter in module.parameters():  # not buffers: rounding them may change results
         parameter.data = parameter.data.to(spec.dtype)

@@ -2,7 +2,7 @@
 
 transformers converts checkpoints when it loads and saves them. Some names differ (GPT-NeoX's head is `embed_out.weight`
 on disk and `lm_head.weight` in memory), and some tensors have another form: a layer's experts are separate tensors on
-disk and one tensor [experts, ...] in memory. This module applies transformers' own tables to one tensor in memory at a
+disk and one tensor [experts, ...] in memory. This module applies transformers' own tables to one in-memory tensor at a
 time, so that no process needs memory for a whole model.
 
         disk                                                        memory
@@ -54,11 +54,11 @@ class Stored:
 
     def of_entries(self, entries: range, count: int) -> tuple[Stored, slice] | None:
         """Return how some entries of the first dimension are stored, and which rows of every part they need. None if
-        they need all parts whole.
+        they need all of every part.
 
         Args:
-            entries: such as some of a layer's experts.
-            count: of all entries.
+            entries: the requested entries, such as some of a layer's experts.
+            count: the number of all entries.
         """
         if self.converter is None:
             return self, slice(entries.start, entries.stop)
@@ -80,7 +80,7 @@ class Stored:
 
 
 def _keeps_entries(operation: ConversionOps) -> bool:
-    """Return whether every entry of the result's first dimension is made from that entry of its parts alone."""
+    """Return whether every entry of the result's first dimension depends only on the same entry of its parts."""
     match operation:
         case MergeModulelist():
             return operation.dim == 0
@@ -154,7 +154,7 @@ def disk_tensors(
     """Return an iterator of (name on disk, tensor) as `save_pretrained` of transformers would write them.
 
     Args:
-        tensors: (name in memory, tensor) of the whole model, in any order, drawn one by one. Tensors that are merged on
+        tensors: (name in memory, tensor) of the whole model, in any order, consumed lazily. Tensors that are merged on
             disk are kept until the last part arrives.
 
     Raises:
@@ -214,7 +214,7 @@ def _converter_of(name: str, converters: list[WeightConverter]) -> tuple[str, st
 
 
 def _groups(names: Mapping[str, torch.Tensor], converters: list[WeightConverter]) -> dict[str, list[str]]:
-    """Return name that identifies a converter -> its tensors in memory, in the order that it requires."""
+    """Return name that identifies a converter -> its tensors in memory, in the order that the converter requires."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names, key=_natural):
         first_name, _, converter = _converter_of(name, converters)

@@ -1,6 +1,6 @@
-"""What a model was before training: the text of its files, and the dtype of every tensor as stored.
+"""The form of a model before training: the text of its files, and the dtype of every tensor as stored.
 
-A trained model is written in the same form, so that only what was trained differs from what it was made from.
+A trained model is written in the same form, so that it differs from the original only where it was trained.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from evenpipe.model.weight_files import WeightFiles
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""What a model that also sees or hears needs for its other inputs."""
+"""Files that a model with image or sound inputs needs for them."""
 BYTES = "surrogateescape"
-"""How texts keep bytes that are not UTF-8."""
+"""Error handler that preserves bytes that are not UTF-8."""
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""By safetensors' name."""
+"""By their names in safetensors."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES.values()}
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The files of a folder or hub name, and the dtypes of its tensors or of those of a live model."""
+    """The files of a folder or hub name, and the dtypes of the tensors of the folder or of a live model."""
 
     files: Mapping[str, str] = field(default_factory=dict)
-    """Text by name; no config.json for a live model and for fresh weights."""
+    """Text by file name; no config.json for a live model or for fresh weights."""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """By name in memory; empty for fresh weights."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values: the most frequent dtype once, and the names of tensors with another one."""
+        """Return JSON values: the most frequent dtype once, and the names of tensors with another dtype."""
         names = {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()}
         usual = Counter(names.values()).most_common(1)[0][0] if names else None
         unusual = {name: dtype for name, dtype in names.items() if dtype != usual}
@@ -53,10 +53,10 @@ class Origin:
 
     @classmethod
     def from_json(cls, values: Any, names: Iterable[str]) -> Origin:
-        """Read what `to_json` returned, of a model whose tensors of floating-point numbers have these names.
+        """Read the result of `to_json` for a model whose floating-point tensors have these names.
 
         Raises:
-            InputError: anything else, since the values may come from anywhere.
+            InputError: the values are something else; they may come from anywhere.
         """
         try:
             files, usual = {str(name): str(text) for name, text in values["files"].items()}, values["dtype"]
@@ -71,8 +71,8 @@ class Origin:
 
 
 def read_files(description: Description) -> dict[str, str]:
-    """Return the files of a description's folder or hub name that are not trained, or a live model's generation config,
-    and the Python code that came with the model."""
+    """Return the non-weight files of a description's folder or hub name, or a live model's generation config, and the
+    Python code that came with the model."""
     if description.config is None:
         return {}
     paths = {} if description.source is None else _files(description, description.source)
@@ -84,7 +84,7 @@ def read_files(description: Description) -> dict[str, str]:
 
 
 def generation_text(generation: GenerationConfig) -> str:
-    """Return a generation_config.json as transformers writes it, also with values that it warns about."""
+    """Return a generation_config.json as transformers writes it, even with values that it warns about."""
     return generation.to_json_string(keys_to_pop=["compile_config"])
 
 
@@ -113,7 +113,7 @@ def stored_dtypes(description: Description, names: Iterable[str]) -> dict[str, t
 
 
 def _files(description: Description, source: str) -> dict[str, Path]:
-    """Return the paths of files that are not trained; those for other inputs only if the whole model is trained."""
+    """Return the paths of non-weight files; those for other inputs only if the whole model is trained."""
     config = find_file(source, CONFIG)
     if config is None:
         return {}
@@ -125,8 +125,8 @@ def _files(description: Description, source: str) -> dict[str, Path]:
 
 
 def code_of(kind: type) -> list[Path]:
-    """Return the files of Python code that came with a model, config or tokenizer of this class; transformers' own
-    code is not among them."""
+    """Return the Python files that came with a model, config or tokenizer of this class, without transformers' own
+    code."""
     if not kind.__module__.startswith("transformers_modules."):
         return []
     file = sys.modules[kind.__module__].__file__
@@ -135,15 +135,15 @@ def code_of(kind: type) -> list[Path]:
 
 
 def is_code(name: str) -> bool:
-    """Return whether a file of a model folder is Python code, by its name."""
+    """Return whether the file name is that of Python code in a model folder."""
     return name.endswith(".py") and name.removesuffix(".py").isidentifier()
 
 
 def changed_config(text: str, config: Any, dtype: torch.dtype | None) -> str | None:
-    """Return a config.json with the values of `config` and, if given, another dtype. What does not change stays as it
-    is, to the byte if that is everything; so do keys that transformers does not know.
+    """Return a config.json with the values of `config` and, if given, another dtype. Unchanged values and keys unknown
+    to transformers are preserved; if nothing changes, the text is returned unchanged.
 
-    None: it is the config of another model, such as one that contains this one.
+    None: `text` is the config of another model, such as one that contains this model.
     """
     original = json.loads(text)
     if original.get("model_type") != config.model_type:
@@ -167,7 +167,7 @@ def changed_config(text: str, config: Any, dtype: torch.dtype | None) -> str | N
 
 
 def _with_dtype(values: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a config's values, and those of configs in it, with another dtype under the name that they use for it."""
+    """Return a config's values, and those of nested configs, with another dtype under the name that they use for it."""
     names = {"dtype", "torch_dtype"} & values.keys() or {"dtype"}
     inner = {name: value for name, value in values.items() if name.endswith("_config") and isinstance(value, dict)}
     inner = {name: value for name, value in inner.items() if {"dtype", "torch_dtype"} & value.keys()}

@@ -2,8 +2,8 @@
 
 Without position ids a model's forward uses 0, 1, 2, ... Without a mask, transformers then reads these values to find
 sequences that share a row, and the host waits for the GPU: once or twice in every forward of a stage. No argument of a
-forward prevents this and still leaves the mask to the attention's own kernel. And of a piece of a row it would draw
-wrong conclusions.
+forward prevents this and still leaves the mask to the attention's own kernel. And for a part of a row the result would
+be wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _answer: ContextVar[Callable[[Tensor], Tensor | None] | None] = ContextVar("whic
 
 @contextmanager
 def packed_as(answer: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-    """Answer for transformers, inside this context, which tokens of a row are of one sequence. None: all."""
+    """Tell transformers, inside this context, which tokens of a row belong to the same sequence. None: all of them."""
     token = _answer.set(answer)
     try:
         yield

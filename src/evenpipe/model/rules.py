@@ -2,8 +2,8 @@
 
 They give values to buffers that are in no checkpoint (rotary frequencies, embedding scales) and to initial weights.
 Rules run on children before parents, since some families rescale their residual projections in the parent's rule.
-Tensors start as NaN, so values that the rules leave out are found, and copied from a real layer built from its class
-and index.
+Tensors start as NaN, so values that the rules leave out are found, and copied from a real layer that is built from its
+class and index.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tensors = Mapping[str, torch.Tensor | None]
 
 
 def seed_of(seed: int, *names: object) -> int:
-    """Return a seed for a name: by SHA-256, so that it is the same in every process and every run."""
+    """Return a seed for a name, by SHA-256, so that it is the same in every process and run."""
     text = "\0".join([str(seed), *(str(name) for name in names)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -91,7 +91,7 @@ class Unit:
         raise InputError(f"transformers gives no fresh value to {tensor}, so {architecture} cannot be built in parts.")
 
     def _construct(self) -> nn.Module | None:
-        """Build the same module with storage on the CPU; None if its constructor requires unusual arguments."""
+        """Build the same module with storage on the CPU; None if its constructor requires other arguments."""
         config = self.model.config.get_text_config()
         parameters = inspect.signature(type(self.module).__init__).parameters
         offered: dict[str, Any] = {name: getattr(config, name) for name in parameters if hasattr(config, name)}
@@ -159,8 +159,8 @@ def untouched(tensor: torch.Tensor) -> bool:
 def restore_buffers(model: PreTrainedModel, layers_name: str, kept_layers: range) -> None:
     """Give every meta buffer its value (rotary frequencies, embedding scales, ...) on the CPU.
 
-    Parameters stay on the meta device, and so do layers outside `kept`. Buffers keep their original dtype: rotary
-    tables fp32.
+    Parameters stay on the meta device, and so do layers outside `kept_layers`. Buffers keep their original dtype
+    (rotary tables: fp32).
 
     Raises:
         InputError: neither transformers' rules nor the module's constructor give a buffer its value.

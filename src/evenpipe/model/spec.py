@@ -1,8 +1,8 @@
-"""`ModelSpec`: what is known of a model family beyond what probing finds.
+"""`ModelSpec`: facts about a model family that probing does not find.
 
-A family needs no spec if `describe` finds how to cut it. One that it cannot run without help, or that it reads wrongly,
-gets its answers from here: from the file of its type in `families/`, and from `Pipeline(..., spec=...)`, which comes
-first. The self-check compares the gradients of whatever results with those of the model in transformers, where no spec
+A family needs no spec if `describe` finds how to cut it. If `describe` cannot run a family without help, or reads it
+wrongly, the spec gives the answers: the file of its type in `families/`, and `Pipeline(..., spec=...)`, which has
+priority. The self-check compares the resulting gradients with those of the model in transformers, where no spec
 applies, so that a wrong answer is refused like a wrong cut.
 """
 

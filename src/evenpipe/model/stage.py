@@ -9,8 +9,8 @@ output is captured. Masks, positions and rotary tables are thus the model's own.
                                                inject               capture
 
 The forward's operations before and after the layers run on a stand-in without a graph, and their results are discarded,
-except on the stage that owns them: the first owns the embedding's arithmetic and the operations before the layers, the
-last the operations after them.
+except on the stage that owns them: the first stage owns the embedding's arithmetic and the operations before the
+layers, the last stage the operations after them.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from evenpipe.model.structure import (
 
 @dataclass(slots=True)
 class Relay:
-    """Carries the tensors of one call between `Stage.forward` and the hooks in the model; empty between calls."""
+    """Carries the tensors of a call between `Stage.forward` and the hooks in the model; empty between calls."""
 
     hidden: PassedTensor
-    """Where layers take the hidden states, and return them."""
+    """Where layers take and return the hidden states."""
     beside: tuple[PassedTensor, ...]
     """As `Structure.beside`."""
     received: tuple[torch.Tensor, ...] = ()
@@ -67,7 +67,7 @@ class Relay:
         self.stand_in = self.router_logits = None
 
     def inject(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Replace a layer's hidden states, and what comes with them, by the received ones."""
+        """Replace a layer's hidden states, and the tensors that come with them, by the received tensors."""
         for slot, tensor in zip((self.hidden, *self.beside), self.received, strict=False):
             args, kwargs = slot.replaced(args, kwargs, tensor)
         return args, kwargs
@@ -121,7 +121,7 @@ class Stage(nn.Module):
         model = copies(description, spec.dtype).of(layer_range)
         self._compute_dtype = spec.compute_dtype
         self.kept = copies(description, spec.compute_dtype).kept
-        """Names of parameters, perhaps of other stages, that stay in fp32 in a model of the computing dtype."""
+        """Names of parameters, also of other stages, that stay in fp32 in a model of the computing dtype."""
         if wide := self.kept.intersection(description.vocabulary_names):
             raise InputError(
                 f"compute_dtype = {spec.compute_dtype}: transformers keeps {min(wide)} of {description.architecture} in"
@@ -157,11 +157,11 @@ class Stage(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """All layers of the model: others than the stage's own return their input."""
+        """All layers of the model; those of other stages return their input."""
         return self._layers[0]
 
     def placement_of(self, name: str, shape: torch.Size) -> TensorPlacement:
-        """Return where this stage's part of a parameter is; `shape`: of the whole one."""
+        """Return the placement of this stage's shard of a parameter; `shape`: of the full parameter."""
         return self.held.get(name) or TensorPlacement(tuple(shape))
 
     def computing_dtypes(self) -> dict[nn.Parameter, torch.dtype]:
@@ -186,8 +186,8 @@ class Stage(nn.Module):
         """Compute the tensors of `outgoing` from those of `incoming`: hidden states [batch, sequence, hidden_size], and
         in some families others.
 
-        Tensor ranks each have their rows between stages, [batch, sequence / ranks, hidden_size]; the first stage gets
-        all rows. The other arguments are those of all tokens.
+        Between stages, each tensor rank has its own rows, [batch, sequence / ranks, hidden_size]; the first stage gets
+        all rows. The other arguments are for all tokens.
 
         Args:
             inputs: the previous stage's result. On the first stage: the unscaled rows of the embedding matrix at the
@@ -242,7 +242,7 @@ class Stage(nn.Module):
             relay.clear()
 
     def make_stand_in(self, received: torch.Tensor, form: EdgeTensor) -> torch.Tensor:
-        """Return what replaces the hidden states of other stages, of the form that they have for all tokens."""
+        """Return a stand-in for the hidden states of other stages, in the form that they have for all tokens."""
         sequences, tokens = self.incoming.tensors[0].microbatch(received)
         rows = 1 if self.is_first else self.tensor_ranks
         return received.new_zeros(form.sizes(sequences, tokens * rows), dtype=form.dtype, requires_grad=False)
@@ -268,8 +268,8 @@ def build_stage(
     """Build only layers [first, last) of a model: all other weights stay on the meta device.
 
     Parameters are allocated and contain NaN until `fill_parameters` (or `initialize`, `load_parameters`,
-    `copy_parameters`). Buffers have their values; rotary tables are fp32 for every `dtype`. What is frozen in a live
-    model (`requires_grad` off) is frozen here.
+    `copy_parameters`). Buffers have their values; rotary tables are fp32 for every `dtype`. Parameters that are
+    frozen in a live model (`requires_grad` off) are frozen here.
 
     Args:
         first, last: a stage may have no layers (first == last).
@@ -279,11 +279,11 @@ def build_stage(
         compute_dtype: dtype of the forward's hidden states, if the caller replaces the parameters by copies in that
             dtype; None: `dtype`. Stand-ins have this dtype from the start.
         with_memory: False leaves the parameters on the meta device too, for a caller that keeps only shards of them.
-        held: parameters of which this process holds a part, by name; None: it holds nothing of one.
-        tensor_ranks: processes that share every layer, each with its rows of the tokens between blocks.
+        held: placements of the parameters that are sharded, by name; None: this process holds nothing of the parameter.
+        tensor_ranks: number of processes that share every layer, each with its own rows of the tokens between blocks.
 
     Raises:
-        InputError: the range is not within the model, or does not reach the model's end that the stage should own.
+        InputError: the range is not within the model, or does not reach the end of the model that the stage should own.
     """
     count = description.layers
     if not 0 <= first <= last <= count:
@@ -310,8 +310,8 @@ def build_stage(
 def _materialise(model: PreTrainedModel, description: Description, spec: Part) -> None:
     """Allocate the stage's own parameters, and replace the others by stand-ins without storage.
 
-    All get the given dtypes: some families build their routers in fp32 also in a model of fp64. Only those that stay in
-    fp32 in a narrower model do so here.
+    All get the given dtypes: some families build their routers in fp32 even in an fp64 model. Only those that
+    transformers keeps in fp32 in a narrower model stay in fp32 here.
     """
     structure, computed = description.structure, copies(description, spec.compute_dtype)
     live = {} if description.model is None else dict(description.model.named_parameters(remove_duplicate=False))
@@ -350,7 +350,7 @@ def _place_hooks(layers: nn.ModuleList, structure: Structure, spec: Part, relay:
     for index, layer in enumerate(layers):
         if not first <= index < last:
             layer.forward = identity_forward(structure.layer_argument, structure.returns)
-    # A stage after the last layer, without own layers, receives and captures at the stand-in of the last layer.
+    # A stage after the last layer, without layers of its own, receives and captures at the last layer's stand-in.
     receiving = layers[min(first, len(layers) - 1)]
     if not spec.is_first:
         receiving.register_forward_pre_hook(relay.inject, with_kwargs=True)

@@ -182,7 +182,7 @@ def identity_forward(
     transform: Callable[[torch.Tensor], torch.Tensor] | None = None,
     extras: Sequence[torch.Tensor | None] = (),
 ):
-    """Return a forward for layers of other stages: it returns its hidden states in the form of a real layer's result.
+    """Return a forward for layers of other stages: it returns its hidden states in the same form as a real layer.
 
     `extras` are the next entries of a tuple; the remaining entries are None.
     """

@@ -1,5 +1,5 @@
-"""What is known of families that probing cannot cut alone: a file per model type, with `spec(config)`, and where a live
-model may not be taken over as it is, `check_live(model)`.
+"""Specs of families that probing alone cannot cut: a file per model type, with `spec(config)`, and if a live model may
+be unusable as it is, `check_live(model)`.
 
 The file's name is the config's `model_type`, with underscores. Every file is tested against transformers by
 tests/families.
@@ -22,7 +22,7 @@ NAMES = frozenset(file.name for file in pkgutil.iter_modules(__path__))
 
 
 def answers_for(config: PreTrainedConfig, spec: Spec | None) -> ModelSpec:
-    """Return what the file of the config's model type says, with the user's answers in place of its own.
+    """Return the spec in the file of the config's model type, with the user's answers in place of its answers.
 
     Raises:
         InputError: `spec` is neither a `ModelSpec` nor a function that returns one.
@@ -40,7 +40,7 @@ def answers_for(config: PreTrainedConfig, spec: Spec | None) -> ModelSpec:
 
 
 def check_live(model: PreTrainedModel) -> None:
-    """Raise InputError if a live model cannot be taken over as it is, as the file of its type says."""
+    """Raise InputError if a live model cannot be used as it is, according to the file of its type."""
     check = getattr(_file_of(model.config), "check_live", None)
     if check is not None:
         check(model)

@@ -1,4 +1,4 @@
-"""Llama 3.2 Vision on text: layers that attend to images are passed over, and get no gradient, as in transformers."""
+"""Llama 3.2 Vision on text: layers that attend to images are skipped, and get no gradient, as in transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def spec(config: PreTrainedConfig) -> ModelSpec:
 
 
 def _call_layers_that_attend_to_images(model: Any) -> None:
-    """Call them like all others, since they may be the ends of a stage; they return what they get."""
+    """Call them like all other layers, since they may be the ends of a stage; they return their input."""
     for index in model.model.cross_attention_layers:
         if index < len(model.model.layers):
             model.model.layers[index].forward = _unchanged

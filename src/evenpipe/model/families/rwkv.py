@@ -1,7 +1,7 @@
 """RWKV: in evaluation, every few layers halve the hidden states and their weights, which only keeps fp16 in range.
 
-Stages leave it out: their weights stay those of training, and norms undo the factor. A live model that was last
-evaluated has the weights of evaluation.
+Stages skip this: their weights stay those of training, and norms cancel the factor. A live model that was last used in
+evaluation has the weights of evaluation.
 """
 
 from __future__ import annotations
@@ -32,4 +32,4 @@ def _do_not_rescale(model: Any) -> None:
 
 
 def _nothing() -> None:
-    """Leave weights, and the attribute that says that they are rescaled, as they are."""
+    """Leave the weights, and the attribute that says whether they are rescaled, unchanged."""
