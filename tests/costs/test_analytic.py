@@ -161,21 +161,23 @@ def test_exchange_of_a_layer_is_that_of_the_runtime(work: LayerWork) -> None:
         once, time = given.exchange_seconds(4096), layer_time(work, given)
         found = time.exchanged
         assert found is not None
-        counts = {name: getattr(found, name) / once for name in ("forward", "inputs", "weights", "whole")}
-        assert counts == pytest.approx({"forward": 4, "inputs": 4, "weights": weights, "whole": whole}, rel=0.02)
-        assert found.whole_repeated / once == pytest.approx(whole_repeated, rel=0.02)
+        counts = {name: getattr(found, name) / once for name in ("forward", "inputs", "weights", "full_backward")}
+        assert counts == pytest.approx(
+            {"forward": 4, "inputs": 4, "weights": weights, "full_backward": whole}, rel=0.02
+        )
+        assert found.full_backward_repeated / once == pytest.approx(whole_repeated, rel=0.02)
         assert found.weights_repeated == 0
-        assert found.again_full == pytest.approx(3 * once)
-        assert found.again_selective == pytest.approx(2 * once)  # it has kept the sums
+        assert found.recompute_full == pytest.approx(3 * once)
+        assert found.recompute_selective == pytest.approx(2 * once)  # it has kept the sums
         assert time.forward == pytest.approx(
             layer_time(work, tensor_setting(2, 1e15)).forward + found.forward, rel=0.02
         )
     to_the_end = layer_time(work, tensor_setting(2, kernels=kernels(loss="in-place", stops_early=False))).exchanged
-    assert to_the_end is not None and to_the_end.again_full == to_the_end.forward
+    assert to_the_end is not None and to_the_end.recompute_full == to_the_end.forward
     reduced = layer_time(work, tensor_setting(2, sequence_parallel=False)).exchanged
-    assert reduced is not None and reduced.weights == reduced.again_selective == 0, "all-reduces are not hidden"
+    assert reduced is not None and reduced.weights == reduced.recompute_selective == 0, "all-reduces are not hidden"
     expected = pytest.approx(4 * tensor_setting(2).exchange_seconds(4096))
-    assert reduced.forward == reduced.inputs == reduced.whole == expected
+    assert reduced.forward == reduced.inputs == reduced.full_backward == expected
 
 
 def test_exchange_beside_the_products_of_its_rows(work: LayerWork) -> None:
@@ -185,9 +187,9 @@ def test_exchange_beside_the_products_of_its_rows(work: LayerWork) -> None:
         given = tensor_setting(4, bandwidth, overlaps=True)
         found, alone = (layer_time(work, one).exchanged for one in (given, replace(given, overlaps=False)))
         assert found is not None and alone is not None
-        for name in ("forward", "inputs", "again_full"):
+        for name in ("forward", "inputs", "recompute_full"):
             assert getattr(found, name) == pytest.approx(left * getattr(alone, name), rel=0.01), (bandwidth, name)
-        assert found.again_selective == alone.again_selective, "no product is repeated"
+        assert found.recompute_selective == alone.recompute_selective, "no product is repeated"
     given = tensor_setting(4, 5e10, overlaps=True)
     once = given.exchange_seconds(4096)
     gathered = [sum(given.product_seconds(one) for one in block) for block in work.gathered]
@@ -249,12 +251,14 @@ def pieces_setting(bandwidth: float, **pieces: object) -> Setting:
 def test_exchange_of_context_ranks_stands_beside_nothing(work: LayerWork, bandwidth: float, exchange: str) -> None:
     found = layer_time(work, pieces_setting(bandwidth, exchange=exchange))
     free = layer_time(work, pieces_setting(1e18, exchange=exchange))
-    parts = {name: getattr(found, name) - getattr(free, name) for name in ("forward", "inputs", "whole", "weights")}
+    parts = {
+        name: getattr(found, name) - getattr(free, name) for name in ("forward", "inputs", "full_backward", "weights")
+    }
     assert parts["forward"] + parts["inputs"] == pytest.approx(REFERENCE[bandwidth, exchange], rel=0.03)
-    assert parts["whole"] == pytest.approx(parts["inputs"]) and parts["weights"] == 0
+    assert parts["full_backward"] == pytest.approx(parts["inputs"]) and parts["weights"] == 0
     share = 0.5 if exchange == "heads" else 1 / 3
     assert parts["forward"] == pytest.approx(share * (parts["forward"] + parts["inputs"]))
-    for again in ("again_full", "again_selective"):
+    for again in ("recompute_full", "recompute_selective"):
         assert getattr(found, again) - getattr(free, again) == pytest.approx(parts["forward"])
 
 
@@ -377,8 +381,8 @@ def test_rows_of_experts_travel_both_ways_in_a_pass() -> None:
     )
     assert work.experts is not None
     across, once = layer_time(work, given).across, one_way_seconds(work.experts, 2048, given)
-    assert across is not None and across.forward == across.inputs == across.whole == 2 * once > 0
-    assert (across.weights, across.again_selective, across.again_full) == (0, 0, once)
+    assert across is not None and across.forward == across.inputs == across.full_backward == 2 * once > 0
+    assert (across.weights, across.recompute_selective, across.recompute_full) == (0, 0, once)
     assert layer_time(work, inside).across is None
     rest = replace(work, experts=None, products=work.dense)
     products = 2 * 8192 * 8 * 3 * 2048 * 768 / (given.hardware.peak("bf16") * given.hardware.product_fraction)

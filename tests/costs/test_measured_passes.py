@@ -216,14 +216,14 @@ def test_what_stands_beside_layers_follows_from_stages_of_two_sizes() -> None:
     few, many = Costs(F=(11, 11), B=(9, 9), W=(4, 4)), Costs(F=(7, 7, 7, 7), B=(4, 4, 4, 4), I=(1, 1, 1, 1))
     found = stage_passes(few, many)
     assert found == {"stage_F": 3, "stage_B": 0}
-    assert passes_of(few, bare=(10, 10), beside=found) == {"F": 16, "B": 18, "W": 8, "bare": 14, "C": 0}
-    whole = whole_passes(Costs(F=(11, 20)), (4, 4), {"F": 16}, beside=found)
+    assert passes_of(few, bare=(10, 10), overhead=found) == {"F": 16, "B": 18, "W": 8, "bare": 14, "C": 0}
+    whole = whole_passes(Costs(F=(11, 20)), (4, 4), {"F": 16}, overhead=found)
     assert whole == {"plain_F": 16, "output_F": 9}
     assert stage_passes(few, few) == {}
     for contradicting in ((13, 13, 13, 13), (20, 20, 6, 9)):  # would leave nothing for the layers: a disturbed machine
         found = stage_passes(few, Costs(F=contradicting))
         assert found == {"stage_F": 0}
-        assert passes_of(Costs(F=few.F), beside=found) == {"F": 22, "C": 0}
+        assert passes_of(Costs(F=few.F), overhead=found) == {"F": 22, "C": 0}
 
 
 def test_between_two_sizes_times_grow_evenly() -> None:

@@ -26,7 +26,7 @@ def run(program: Program, costs: Costs, later: dict[int, float]) -> tuple[Work, 
     loop = Loop(work, costs.overlap_slowdown, costs.engine, costs.contention)
     assert loop.run()
     counted = (n for row in work.rows for n in row if not work.numbered.is_transfer(n))
-    return work, loop, max(loop.end[n] for n in counted if work.beside.get(n) not in COPIES)
+    return work, loop, max(loop.end[n] for n in counted if work.overlapped.get(n) not in COPIES)
 
 
 def assert_exact(program: Program, costs: Costs, numbers: random.Random, most: int = 25) -> None:

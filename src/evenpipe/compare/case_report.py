@@ -22,11 +22,11 @@ def summary(case: Case, costs: str | None) -> str:
     """One case in detail. `costs`: the name of their file, None for equal ones."""
     simulation, timeline = case.simulation, case.simulation.timeline
     schedule = case.schedule
-    first, *more = _work([case], costs)
+    first, *further = _work([case], costs)
     lines = [
         f"{labels([case])[0]}: {_size(case)}, {count(schedule.placement.stages, 'stage')}",
         f"work       {first}",
-        *(f"           {line}" for line in more),
+        *(f"           {line}" for line in further),
         f"lost       {100 * case.lost:.1f} % of the step, in which devices do not compute, on average",
         f"step       {_number(simulation.makespan)}{_bound(case, 'makespan')}",
         f"span       {_number(simulation.span)}{_bound(case, 'span')}",
@@ -127,8 +127,8 @@ def table(cases: Sequence[Case], costs: str | None, *, sort: str | None = None) 
             row.append(_number(max(timeline.peak_bytes)) if timeline.peak_bytes else "-")
         row.append("<- shortest" if timeline.makespan <= shortest * (1 + _EQUALLY_SHORT) and len(cases) > 1 else "")
         rows.append(row)
-    first, *more = _work(cases, costs)
-    above = [_size(cases[0]), f"work: {first}", *more]
+    first, *further = _work(cases, costs)
+    above = [_size(cases[0]), f"work: {first}", *further]
     above += [
         "lost: share of the step in which devices do not compute, on average over all of them",
         "step: from the first start to the last end; bound: lower bound for all orders of these passes",
@@ -173,9 +173,9 @@ def _size(case: Case) -> str:
     return size if case.schedule.slices == 1 else f"{size} of {count(case.schedule.slices, 'slice')}"
 
 
-def _bound(case: Case, what: str) -> str:
-    bound = case.simulation.bounds[what]
-    above = _share(getattr(case.simulation, what) - bound.value, bound.value)
+def _bound(case: Case, quantity: str) -> str:
+    bound = case.simulation.bounds[quantity]
+    above = _share(getattr(case.simulation, quantity) - bound.value, bound.value)
     if above < 0.05:
         return f"  (no order is shorter: {bound.why})"
     return f"  ({above:.1f} % above the {bound.why})"
@@ -184,11 +184,11 @@ def _bound(case: Case, what: str) -> str:
 def _critical_path(case: Case) -> list[str]:
     path = case.simulation.critical_path
     kinds = ", ".join(f"{kind} {_number(time)}" for kind, time in path.by_kind.items() if time)
-    queues = {what: time for what, time in path.by_resource.items() if time and what in QUEUES}
-    behind = ", ".join(f"{what} {_number(time)}" for what, time in queues.items())
+    queues = {resource: time for resource, time in path.by_resource.items() if time and resource in QUEUES}
+    queued = ", ".join(f"{resource} {_number(time)}" for resource, time in queues.items())
     lines = [f"critical path: {count(len(path.steps), 'step')}, {kinds or 'nothing takes time'}"]
-    if behind:
-        lines.append(f"of which in a queue for a {behind}")
+    if queued:
+        lines.append(f"of which in a queue for a {queued}")
     return lines
 
 
@@ -207,5 +207,5 @@ def _number(value: float) -> str:
     return f"{value:.6g}"
 
 
-def _share(part: float, whole: float) -> float:
-    return 100 * part / whole if whole else 0.0
+def _share(amount: float, total: float) -> float:
+    return 100 * amount / total if total else 0.0

@@ -105,9 +105,9 @@ def plan_cases(
         raise InputError(f"{missing} is missing; it must be a whole number of at least 1")
     modes = list(dict.fromkeys(VocabularyMode.of(name) for name in vocabularies))
     all_options = dict(options or {})
-    own_options = {name: _options(name, all_options, alone=len(names) == 1) for name in names}
+    schedule_options = {name: _options(name, all_options, is_single=len(names) == 1) for name in names}
     for option in all_options:
-        if not any(option in own for own in own_options.values()):
+        if not any(option in known for known in schedule_options.values()):
             raise InputError(f"{option} is given, but none of {', '.join(names)} has this option")
     stages = None if costs is not None else devices
     costs = _equal_costs(offload, replicas) if costs is None else costs
@@ -118,15 +118,15 @@ def plan_cases(
             if file is not None:
                 _check_size(name, file, devices, microbatches, slices)
             # Placements do not depend on the number of microbatches.
-            base = file or generate(name, devices, min(microbatches, 2 * devices), **own_options[name])
+            base = file or generate(name, devices, min(microbatches, 2 * devices), **schedule_options[name])
             stages = base.placement.stages if stages is None else stages
-            own_costs = costs_for_stages(costs, stages, base.placement.stages, f"schedule '{name}'")
-            own_modes: list[VocabularyMode | None] = [*modes] or [
+            schedule_costs = costs_for_stages(costs, stages, base.placement.stages, f"schedule '{name}'")
+            schedule_modes: list[VocabularyMode | None] = [*modes] or [
                 VocabularyMode.of("balanced") if file is None else None
             ]
-            for mode in own_modes:
+            for mode in schedule_modes:
                 sharded = (mode or base.vocabulary).sharded
-                used = own_costs if sharded else with_whole_vocabulary(own_costs, base.placement)
+                used = schedule_costs if sharded else with_whole_vocabulary(schedule_costs, base.placement)
                 if mode is not None and sharded:
                     check_vocabulary_times(used, mode)
                 if mode is None:
@@ -136,8 +136,8 @@ def plan_cases(
                     schedule = _program_in_mode(name, file, mode, used)
                 else:
                     source = name if file is None else file
-                    more = {**own_options[name], "slices": slices, "offload": offload}
-                    schedule = plan_order(source, devices, microbatches, mode, used, **more)
+                    kwargs = {**schedule_options[name], "slices": slices, "offload": offload}
+                    schedule = plan_order(source, devices, microbatches, mode, used, **kwargs)
                 if replicas is not None:
                     program = schedule if isinstance(schedule, Program) else add_communication(schedule, used)
                     schedule = for_replicas(program, replicas, tied=False)
@@ -192,9 +192,9 @@ def _program_in_mode(name: str, program: Program, mode: VocabularyMode, costs: C
     return program
 
 
-def _options(name: str, options: Mapping[str, Any], *, alone: bool) -> dict[str, Any]:
+def _options(name: str, options: Mapping[str, Any], *, is_single: bool) -> dict[str, Any]:
     """The options for a schedule: all, for `generate` to refuse, or, among several schedules, those that it has."""
     if name.endswith(".csv"):
         return {}
-    known = options if alone else options_of(name)
+    known = options if is_single else options_of(name)
     return {option: value for option, value in options.items() if option in known}

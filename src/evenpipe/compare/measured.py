@@ -58,10 +58,10 @@ class Comparison:
         """Return a line that says how often devices asked the driver for memory, all tensor ranks of each together;
         empty if nobody counted, as on a CPU."""
         by_device = zip(*(trace.devices for trace in self.trace.by_rank), strict=True)
-        counted = [[one.allocations for one in ranks if one.allocations is not None] for ranks in by_device]
+        counted = [[device.allocations for device in ranks if device.allocations is not None] for ranks in by_device]
         if not any(counted):
             return ""
-        calls = " ".join(str(sum(one.device_calls for one in ranks)) if ranks else "-" for ranks in counted)
+        calls = " ".join(str(sum(device.device_calls for device in ranks)) if ranks else "-" for ranks in counted)
         return f"calls of the CUDA driver for memory in the step, per device: {calls}"
 
     def to_dict(self) -> dict[str, Any]:

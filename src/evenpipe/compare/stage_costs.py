@@ -16,42 +16,43 @@ from evenpipe.words import count
 PER_STAGE = ("F", "B", "I", "W", "R", "O", "L", "bytes")
 
 
-def costs_for_stages(costs: Costs, stages: int, wanted: int, who: str = "the schedule") -> Costs:
+def costs_for_stages(costs: Costs, stages: int, target: int, who: str = "the schedule") -> Costs:
     """Convert `costs` for `stages` stages to `wanted` stages that do the same work in total.
 
     A number is divided evenly. A list, one number per stage, is added up if each new stage consists of whole old ones;
     otherwise InputError is raised, which calls the schedule `who`. Costs that do not belong to stages stay.
     """
-    if stages == wanted:
+    if stages == target:
         return costs
     if costs.slices:
         return of_slices(
-            [costs_for_stages(part, stages, wanted, who) for part in each_slice(costs)], costs.token_factors
+            [costs_for_stages(slice_costs, stages, target, who) for slice_costs in each_slice(costs)],
+            costs.token_factors,
         )
 
     def cut(name: str, value: Cost) -> Cost:
         if not isinstance(value, tuple):
-            return value * stages / wanted
+            return value * stages / target
         if len(value) != stages:
             raise InputError(
                 f"costs.{name} has {count(len(value), 'number')} for {count(stages, 'stage')}; give one number, or"
                 f" {stages}"
             )
-        if stages % wanted:
+        if stages % target:
             raise InputError(
-                f"costs.{name} is a list for {count(stages, 'stage')}, but {who} has {wanted}; give one number, or"
+                f"costs.{name} is a list for {count(stages, 'stage')}, but {who} has {target}; give one number, or"
                 " compare with the schedule that has the most stages as the first"
             )
-        share = stages // wanted
-        return tuple(sum(value[stage * share : (stage + 1) * share]) for stage in range(wanted))
+        share = stages // target
+        return tuple(sum(value[stage * share : (stage + 1) * share]) for stage in range(target))
 
     changed: dict[str, Any] = {
         name: cut(name, value) for name in PER_STAGE if (value := getattr(costs, name)) is not None
     }
-    for of in ("memory", "sharding", "tensor_exchange"):
-        if (values := getattr(costs, of)) is not None:
-            changed[of] = {
-                name: cut(f"{of}.{name}", value) if is_per_stage(name) else value for name, value in values.items()
+    for field in ("memory", "sharding", "tensor_exchange"):
+        if (values := getattr(costs, field)) is not None:
+            changed[field] = {
+                name: cut(f"{field}.{name}", value) if is_per_stage(name) else value for name, value in values.items()
             }
     return replace(costs, **changed)
 
@@ -74,7 +75,9 @@ def with_whole_vocabulary(costs: Costs, placement: Placement) -> Costs:
     and B, and likewise what replicas send. Kinds without a time stay so.
     """
     if costs.slices:
-        return of_slices([with_whole_vocabulary(part, placement) for part in each_slice(costs)], costs.token_factors)
+        return of_slices(
+            [with_whole_vocabulary(slice_costs, placement) for slice_costs in each_slice(costs)], costs.token_factors
+        )
 
     def of_all_devices(name: str, value: Cost | None) -> float:
         return sum(spread(name, value or 0.0, placement.devices, "device") or ())
@@ -99,7 +102,7 @@ def with_whole_vocabulary(costs: Costs, placement: Placement) -> Costs:
     for name in ("UNSHARD", "REDUCE_GRAD") if sharding else ():
         sizes = spread(name, sharding.get(name, 0.0), placement.stages, "stage") or ()
         longer = list(sizes)
-        for stage, part in ((0, "E"), (-1, "S")):
-            longer[stage] += of_all_devices(name, sharding.pop(f"{name}_{part}", 0.0))
+        for stage, kind in ((0, "E"), (-1, "S")):
+            longer[stage] += of_all_devices(name, sharding.pop(f"{name}_{kind}", 0.0))
         sharding[name] = tuple(longer)
     return replace(costs, sharding=sharding, **changed)

@@ -167,14 +167,14 @@ class Setting:
     def unfused_attention(self, work: LayerWork) -> tuple[int, int] | None:
         """Return the bytes per pair that attention reads and writes between its products, forward and backward; None
         for a fused kernel."""
-        attention, whole = self.kernels.attention, self.axes.context.size == 1 and self.axes.pieces.span is None
-        return UNFUSED_BYTES.get("eager" if work.eager and whole and attention == "sdpa" else attention)
+        attention, uncut = self.kernels.attention, self.axes.context.size == 1 and self.axes.pieces.span is None
+        return UNFUSED_BYTES.get("eager" if work.eager and uncut and attention == "sdpa" else attention)
 
     def keys(self, attention: Attention) -> float:
         """Return the keys that a token of the slice attends to, on average."""
         start, end = self.span
-        before = attention.pairs(start) * start if start else 0.0
-        return (attention.pairs(end) * end - before) / (end - start)
+        earlier_pairs = attention.pairs(start) * start if start else 0.0
+        return (attention.pairs(end) * end - earlier_pairs) / (end - start)
 
     @cached_property
     def element(self) -> int:
@@ -231,15 +231,15 @@ class LayerTime:
     """A forward that keeps only its input."""
     inputs: float = 0.0
     weights: float = 0.0
-    whole: float = 0.0
+    full_backward: float = 0.0
     """B: both in one, without recomputation."""
     weights_repeated: float = 0.0
     """W of a layer whose forward was repeated: tensor ranks have its whole input."""
-    whole_repeated: float = 0.0
+    full_backward_repeated: float = 0.0
     """B likewise."""
-    again_selective: float = 0.0
+    recompute_selective: float = 0.0
     """Recomputation if the results of products and attention are kept."""
-    again_full: float = 0.0
+    recompute_full: float = 0.0
     """The same if only the layer's input is kept."""
     exchanged: LayerTime | None = None
     """Of these times, those in which only tensor ranks exchange rows; None with one rank."""
@@ -249,31 +249,31 @@ class LayerTime:
     @property
     def backward(self) -> float:
         """The shorter of the whole and the split backward."""
-        return min(self.whole, self.inputs + self.weights)
+        return min(self.full_backward, self.inputs + self.weights)
 
     # Below, `checkpointing` is one of the policies "none", "selective", "full".
 
     def extra(self, checkpointing: str) -> float:
         """Return how much longer forward and backward take than without recomputation."""
-        weights, whole = self.weights_of(checkpointing), self.whole_of(checkpointing)
-        backward = self.again(checkpointing) + min(whole, self.inputs + weights)
+        weights, full_backward = self.weights_of(checkpointing), self.full_backward_of(checkpointing)
+        backward = self.recompute(checkpointing) + min(full_backward, self.inputs + weights)
         return self.forward_of(checkpointing) + backward - self.forward - self.backward
 
     def forward_of(self, checkpointing: str) -> float:
         """Return the forward."""
         return self.bare if checkpointing == "full" else self.forward
 
-    def again(self, checkpointing: str) -> float:
+    def recompute(self, checkpointing: str) -> float:
         """Return the recomputation in the backward."""
-        return {"none": 0.0, "selective": self.again_selective, "full": self.again_full}[checkpointing]
+        return {"none": 0.0, "selective": self.recompute_selective, "full": self.recompute_full}[checkpointing]
 
     def weights_of(self, checkpointing: str) -> float:
         """Return W."""
         return self.weights if checkpointing == "none" else self.weights_repeated
 
-    def whole_of(self, checkpointing: str) -> float:
+    def full_backward_of(self, checkpointing: str) -> float:
         """Return B without the recomputation."""
-        return self.whole if checkpointing == "none" else self.whole_repeated
+        return self.full_backward if checkpointing == "none" else self.full_backward_repeated
 
 
 def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
@@ -295,19 +295,19 @@ _TIMES = tuple(entry.name for entry in fields(LayerTime) if entry.name not in ("
 
 
 def _sum(times: Sequence[LayerTime]) -> LayerTime:
-    return replace(LayerTime(), **{name: sum(getattr(one, name) for one in times) for name in _TIMES})
+    return replace(LayerTime(), **{name: sum(getattr(time, name) for time in times) for name in _TIMES})
 
 
-def _transfers(forward: float, inputs: float, whole: float, again: tuple[float, float]) -> LayerTime:
+def _transfers(forward: float, inputs: float, full_backward: float, recompute: tuple[float, float]) -> LayerTime:
     """Return times in which something travels. again: with selective and full recomputation."""
     return LayerTime(
         forward=forward,
         bare=forward,
         inputs=inputs,
-        whole=whole,
-        whole_repeated=whole,
-        again_selective=again[0],
-        again_full=again[1],
+        full_backward=full_backward,
+        full_backward_repeated=full_backward,
+        recompute_selective=recompute[0],
+        recompute_full=recompute[1],
     )
 
 
@@ -315,24 +315,28 @@ def _between_pieces(attention: Attention, setting: Setting) -> LayerTime:
     """Return the times in which the devices that share a sequence exchange what attention needs, and compute
     nothing."""
     axis, hardware, pieces = setting.axes.context, setting.hardware, setting.axes.pieces
-    own = setting.tokens * setting.element
+    local_bytes = setting.tokens * setting.element
 
     def seconds(elements: float) -> float:
         if pieces.exchange == "ring":
-            moving = (axis.size - 1) * axis.hop_seconds(hardware, own * elements)
-            return moving + hardware.streaming_seconds(2 * axis.size * own * elements)
+            moving = (axis.size - 1) * axis.hop_seconds(hardware, local_bytes * elements)
+            return moving + hardware.streaming_seconds(2 * axis.size * local_bytes * elements)
         if pieces.exchange == "keys":
-            whole = axis.size * own * elements
-            return axis.gather_seconds(hardware, whole) + hardware.streaming_seconds(2 * whole)
-        return axis.exchange_seconds(hardware, own * elements) + hardware.streaming_seconds(4 * own * elements, 2)
+            gathered = axis.size * local_bytes * elements
+            return axis.gather_seconds(hardware, gathered) + hardware.streaming_seconds(2 * gathered)
+        return axis.exchange_seconds(hardware, local_bytes * elements) + hardware.streaming_seconds(
+            4 * local_bytes * elements, 2
+        )
 
-    kept = pieces.span is not None
+    sliced = pieces.span is not None
     way = "heads" if pieces.exchange == "heads" else "keys"
-    tensors = moved(attention, way, ranks=axis.size, tensor_ranks=setting.tensor, kept=kept)
+    tensors = moved(attention, way, ranks=axis.size, tensor_ranks=setting.tensor, kept=sliced)
     forward, backward = (sum(map(seconds, each)) for each in tensors)
     factor = setting.correction.between_pieces
-    again = factor("F") * forward
-    return _transfers(again, factor("I") * backward, factor("B") * backward, (again, again))
+    corrected_forward = factor("F") * forward
+    return _transfers(
+        corrected_forward, factor("I") * backward, factor("B") * backward, (corrected_forward, corrected_forward)
+    )
 
 
 def _computed(work: LayerWork, setting: Setting) -> LayerTime:
@@ -360,14 +364,22 @@ def _computed(work: LayerWork, setting: Setting) -> LayerTime:
         inputs += of_gradients
         weights += 0.0 if setting.kernels.saves_casts else of_inputs
     skipped = setting.product_seconds(work.last) if work.last is not None and setting.kernels.stops_early else 0.0
-    again = {"selective": streaming + products / 2 * setting.kernels.halves_selective, "full": forward - skipped}
-    return _corrected(setting, forward, inputs=inputs, weights=weights, whole=inputs + weights, again=again)
+    recompute = {"selective": streaming + products / 2 * setting.kernels.halves_selective, "full": forward - skipped}
+    return _corrected(
+        setting, forward, inputs=inputs, weights=weights, full_backward=inputs + weights, recompute=recompute
+    )
 
 
 def _corrected(
-    setting: Setting, forward: float, *, inputs: float, weights: float, whole: float, again: Mapping[str, float]
+    setting: Setting,
+    forward: float,
+    *,
+    inputs: float,
+    weights: float,
+    full_backward: float,
+    recompute: Mapping[str, float],
 ) -> LayerTime:
-    """Return the times of what tensor ranks do not exchange, corrected by measurements. again: recomputation."""
+    """Return the times of what tensor ranks do not exchange, corrected by measurements."""
     correction = setting.correction
     return LayerTime(
         forward=correction["F"] * forward,
@@ -375,24 +387,26 @@ def _corrected(
         inputs=correction["I"] * inputs,
         weights=correction["W"] * weights,
         weights_repeated=correction["W"] * weights,
-        whole=correction["B"] * whole,
-        whole_repeated=correction["B"] * whole,
-        again_selective=correction["F"] * again["selective"],
-        again_full=correction["F"] * again["full"],
+        full_backward=correction["B"] * full_backward,
+        full_backward_repeated=correction["B"] * full_backward,
+        recompute_selective=correction["F"] * recompute["selective"],
+        recompute_full=correction["F"] * recompute["full"],
     )
 
 
 def _of_experts(work: LayerWork, experts: ExpertWork, setting: Setting) -> LayerTime:
     """Return the times of experts, with their exchange."""
-    taken, activation = times_of_experts(experts, work.hidden_size, setting)
-    again = {"selective": activation, "full": taken.R if setting.kernels.stops_early else taken.F}
-    return _corrected(setting, taken.F, inputs=taken.I, weights=taken.W, whole=taken.B, again=again)
+    passes, activation = times_of_experts(experts, work.hidden_size, setting)
+    recompute = {"selective": activation, "full": passes.R if setting.kernels.stops_early else passes.F}
+    return _corrected(setting, passes.F, inputs=passes.I, weights=passes.W, full_backward=passes.B, recompute=recompute)
 
 
 def _between_members(work: LayerWork, experts: ExpertWork, setting: Setting) -> LayerTime:
     """Return the times in which rows travel between the members of an expert group, whatever runs beside."""
-    once = one_way_seconds(experts, work.hidden_size, setting)
-    return _transfers(2 * once, 2 * once, 2 * once, (0.0, once if setting.kernels.stops_early else 2 * once))
+    one_way = one_way_seconds(experts, work.hidden_size, setting)
+    return _transfers(
+        2 * one_way, 2 * one_way, 2 * one_way, (0.0, one_way if setting.kernels.stops_early else 2 * one_way)
+    )
 
 
 BLOCKS = 2
@@ -401,47 +415,53 @@ BLOCKS = 2
 
 def _exchanged(work: LayerWork, setting: Setting) -> LayerTime:
     """Return the times in which tensor ranks exchange rows and compute nothing."""
-    correction, once = setting.correction.exchange, setting.exchange_seconds(work.hidden_size)
-    gathered, summed = (_exposed(work, setting, once, "forward", of_results=one) for one in (False, True))
-    arriving, leaving = (_exposed(work, setting, once, "inputs", of_results=one) for one in (True, False))
-    weights = again_selective = gathering = 0.0
-    summing, again_full = BLOCKS * once, gathered + summed
+    correction, exchange = setting.correction.exchange, setting.exchange_seconds(work.hidden_size)
+    gathered, summed = (
+        _exposed(work, setting, exchange, "forward", of_results=of_results) for of_results in (False, True)
+    )
+    arriving, leaving = (
+        _exposed(work, setting, exchange, "inputs", of_results=of_results) for of_results in (True, False)
+    )
+    weights = recompute_selective = gathering = 0.0
+    summing, recompute_full = BLOCKS * exchange, gathered + summed
     if setting.sequence_parallel:
-        again_full -= summed / BLOCKS if work.last is not None and setting.kernels.stops_early else 0.0
-        again_selective = BLOCKS * once  # it has kept the sums
+        recompute_full -= summed / BLOCKS if work.last is not None and setting.kernels.stops_early else 0.0
+        recompute_selective = BLOCKS * exchange  # it has kept the sums
         if work.gathered:
-            made_before = sum(setting.product_seconds(one, "weights") for one in work.dense) / len(work.gathered)
-            weights = len(work.gathered) * max(0.0, once - made_before)
+            made_before = sum(setting.product_seconds(product, "weights") for product in work.dense) / len(
+                work.gathered
+            )
+            weights = len(work.gathered) * max(0.0, exchange - made_before)
         for block in work.gathered:
             inputs, made = (
-                sum(setting.product_seconds(one, which) for one in block) for which in ("inputs", "weights")
+                sum(setting.product_seconds(product, which) for product in block) for which in ("inputs", "weights")
             )
-            gathering += max(0.0, once - inputs)
-            summing -= min(once, made)
+            gathering += max(0.0, exchange - inputs)
+            summing -= min(exchange, made)
     bare = correction(BARE if BARE in setting.correction.factors else "F")
     return LayerTime(
         forward=correction("F") * (gathered + summed),
         bare=bare * (gathered + summed),
         inputs=correction("I") * (arriving + leaving),
         weights=correction("W") * weights,
-        whole=correction("B") * (arriving + gathering + summing),
-        whole_repeated=correction("B") * (arriving + summing),
-        again_selective=correction("F") * again_selective,
-        again_full=correction("F") * again_full,
+        full_backward=correction("B") * (arriving + gathering + summing),
+        full_backward_repeated=correction("B") * (arriving + summing),
+        recompute_selective=correction("F") * recompute_selective,
+        recompute_full=correction("F") * recompute_full,
     )
 
 
-def _exposed(work: LayerWork, setting: Setting, once: float, which: str, *, of_results: bool) -> float:
+def _exposed(work: LayerWork, setting: Setting, exchange: float, which: str, *, of_results: bool) -> float:
     """Return the time in which a layer's blocks exchange the rows of their inputs, or `of_results`, and compute
     nothing. once: of one exchange. which: the product that needs or makes them."""
     if not setting.overlaps:
-        return BLOCKS * once
-    beside = [sum(setting.product_seconds(one, which) for one in block) for block in work.gathered]
-    if of_results and beside:
-        rest = sum(setting.product_seconds(one, which) for one in work.dense) - sum(beside)
-        beside = [rest / len(beside)] * len(beside)
+        return BLOCKS * exchange
+    overlapped = [sum(setting.product_seconds(product, which) for product in block) for block in work.gathered]
+    if of_results and overlapped:
+        remaining = sum(setting.product_seconds(product, which) for product in work.dense) - sum(overlapped)
+        overlapped = [remaining / len(overlapped)] * len(overlapped)
     pieces = (setting.tensor - 1) / setting.tensor
-    return sum(max(0.0, once - pieces * seconds) for seconds in beside) + (BLOCKS - len(beside)) * once
+    return sum(max(0.0, exchange - pieces * seconds) for seconds in overlapped) + (BLOCKS - len(overlapped)) * exchange
 
 
 def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
@@ -493,7 +513,7 @@ def head_time(hidden_size: int, rows: float, setting: Setting) -> HeadTime:
         for size in (LOSS_BYTES_ON_A_CPU if plain else LOSS_BYTES[loss])
     )
     recomputes = loss == "chunked" or (loss == "evenpipe" and setting.recomputes_logits)
-    again = setting.product_seconds(matrix) if recomputes else 0.0
+    recompute = setting.product_seconds(matrix) if recomputes else 0.0
     # With one barrier, as in measurements, S has the first three of these, and T the others.
     first, second = setting.correction["S"], setting.correction["T"]
     return HeadTime(
@@ -501,7 +521,7 @@ def head_time(hidden_size: int, rows: float, setting: Setting) -> HeadTime:
         loss_forward=first * forward,
         inputs=first * setting.product_seconds(matrix, "inputs"),
         weights=second * setting.product_seconds(matrix, "weights"),
-        loss_backward=second * (backward + again),
+        loss_backward=second * (backward + recompute),
     )
 
 

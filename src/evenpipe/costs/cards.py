@@ -16,5 +16,6 @@ def slowdowns(busy: Mapping[str, float], seconds: float) -> dict[str, float]:
     card busy of so many seconds; kinds that stay inside nodes do so for 0."""
     everything = sum(busy.values())
     return {
-        kind: 1.0 if own == 0 else 1 / (1 - min(1.0, (everything - own) / seconds) / 2) for kind, own in busy.items()
+        kind: 1.0 if kind_seconds == 0 else 1 / (1 - min(1.0, (everything - kind_seconds) / seconds) / 2)
+        for kind, kind_seconds in busy.items()
     }

@@ -35,9 +35,9 @@ def costs_to_toml(costs: Costs, notes: Iterable[str] = ()) -> str:
         if not isinstance(value, Mapping):
             lines += toml_lines({name: value})
         elif name == "links":
-            tables += [(f"links.{toml_key(link)}", said) for link, said in value.items()]
+            tables += [(f"links.{toml_key(link)}", entries) for link, entries in value.items()]
         else:
             tables.append((name, value))
-    for name, said in tables:
-        lines += ["", f"[{name}]", *toml_lines(said)]
+    for name, entries in tables:
+        lines += ["", f"[{name}]", *toml_lines(entries)]
     return "\n".join(lines) + "\n"

@@ -62,8 +62,8 @@ class Sample(NamedTuple):
     def alone(self, contention: float) -> float:
         """Return the duration alone. Passes are slowed down by `contention` beside all devices, and beside some in
         proportion, as the simulator does."""
-        more = (contention - 1) / max(1, len(self.seconds) - 1)
-        return sum(seconds / (1 + more * number) for number, seconds in enumerate(self.seconds))
+        increment = (contention - 1) / max(1, len(self.seconds) - 1)
+        return sum(seconds / (1 + increment * number) for number, seconds in enumerate(self.seconds))
 
 
 Site = tuple[Kind, int]
@@ -83,7 +83,7 @@ class Samples:
 
 def costs_of(
     traces: Sequence[Trace],
-    others: Sequence[Trace] = (),
+    contention_traces: Sequence[Trace] = (),
     tokens: Sequence[int] = (),
     *,
     contention: float | None = None,
@@ -99,7 +99,7 @@ def costs_of(
     if not traces:
         raise InputError("there is no trace; give at least one")
     placement = traces[0].program.placement
-    for trace in (*traces, *others):
+    for trace in (*traces, *contention_traces):
         if trace.program.placement != placement:
             raise InputError(
                 f"the traces have different placements, {list(placement.stage_device)} and"
@@ -107,11 +107,11 @@ def costs_of(
             )
     steps = [_samples(trace, free) for trace in traces]
     if contention is None:
-        contention = contention_of(*steps, *(_samples(trace, free) for trace in others))
+        contention = contention_of(*steps, *(_samples(trace, free) for trace in contention_traces))
     times: dict[str, Any] = {}
     for kind in (STAGE_KINDS - OFFLOAD_KINDS) | VOCABULARY_KINDS:
-        places = range(placement.devices if kind in VOCABULARY_KINDS else placement.stages)
-        row = [_pass_seconds(steps, (kind, place), contention) for place in places]
+        indices = range(placement.devices if kind in VOCABULARY_KINDS else placement.stages)
+        row = [_pass_seconds(steps, (kind, index), contention) for index in indices]
         if None not in row:
             times[kind.value] = tuple(row)
     if Kind.F.value not in times:
@@ -130,8 +130,8 @@ def costs_of(
 def _samples(trace: Trace, free: int) -> Samples:
     samples = Samples()
     for device, (row, passes) in enumerate(zip(trace.devices, _passes(trace, free), strict=True)):
-        behind = [*[gap.busy for gap in trace.gaps(device)][1:], 0.0]
-        for entry, issuing, sample in zip(row.passes, behind, passes, strict=True):
+        issuing_times = [*[gap.busy for gap in trace.gaps(device)][1:], 0.0]
+        for entry, issuing, sample in zip(row.passes, issuing_times, passes, strict=True):
             took = entry.end - entry.start
             with_issuing = sample.times(1 + issuing / took) if took else Sample((issuing, *sample.seconds[1:]))
             _add(samples, entry.item, device, with_issuing)
@@ -143,20 +143,22 @@ def _pass_seconds(steps: Sequence[Samples], site: Site, contention: float) -> fl
     """Return the median over steps of the mean within a step; None if no step has the pass. Shares of passes that run
     as one count only if no pass of the kind runs alone."""
     for kind in ("passes", "joint"):
-        found = [samples for step in steps if (samples := getattr(step, kind).get(site))]
-        if found:
-            return statistics.median(statistics.fmean(one.alone(contention) for one in samples) for samples in found)
+        per_step = [samples for step in steps if (samples := getattr(step, kind).get(site))]
+        if per_step:
+            return statistics.median(
+                statistics.fmean(sample.alone(contention) for sample in samples) for samples in per_step
+            )
     return None
 
 
 def _copy_seconds(traces: Sequence[Trace], kind: Kind) -> dict[int, float]:
     """Return the time of copies of one kind, by stage."""
-    found: dict[int, list[float]] = defaultdict(list)
+    durations: dict[int, list[float]] = defaultdict(list)
     for copy in chain.from_iterable(row.copies for trace in traces for row in trace.devices):
         if copy.item.kind is kind:
             assert copy.item.stage is not None
-            found[copy.item.stage].append(copy.end - copy.start)
-    return {stage: statistics.median(times) for stage, times in found.items()}
+            durations[copy.item.stage].append(copy.end - copy.start)
+    return {stage: statistics.median(times) for stage, times in durations.items()}
 
 
 def _transfer_seconds(steps: Sequence[Samples], name: str) -> float | None:
@@ -170,19 +172,19 @@ def _transfer_seconds(steps: Sequence[Samples], name: str) -> float | None:
 def contention_of(*measured: Samples) -> float:
     """Return the factor by which passes of one site agree best; long passes count more than short ones."""
     sites: dict[Site, list[Sample]] = defaultdict(list)
-    for site, found in chain.from_iterable(samples.passes.items() for samples in measured):
-        sites[site] += found
-    off, whole = np.zeros(len(FACTORS)), np.zeros(len(FACTORS))
-    for found in sites.values():
-        seconds = np.array([one.seconds for one in found])
+    for site, site_samples in chain.from_iterable(samples.passes.items() for samples in measured):
+        sites[site] += site_samples
+    deviations, total = np.zeros(len(FACTORS)), np.zeros(len(FACTORS))
+    for site_samples in sites.values():
+        seconds = np.array([sample.seconds for sample in site_samples])
         shares = np.arange(seconds.shape[1]) / max(1, seconds.shape[1] - 1)
-        alone = seconds @ (1 / (1 + np.outer(shares, np.array(FACTORS) - 1)))  # of every sample, with every factor
-        median = np.median(alone, axis=0)
-        off += np.abs(alone - median).sum(axis=0)
-        whole += len(found) * median
-    deviation = np.divide(off, whole, out=np.zeros_like(off), where=whole > 0)
-    best = deviation.argmin()
-    return FACTORS[best] if deviation[best] < (1 - BETTER) * deviation[0] else 1.0
+        isolated = seconds @ (1 / (1 + np.outer(shares, np.array(FACTORS) - 1)))  # of every sample, with every factor
+        median = np.median(isolated, axis=0)
+        deviations += np.abs(isolated - median).sum(axis=0)
+        total += len(site_samples) * median
+    relative = np.divide(deviations, total, out=np.zeros_like(deviations), where=total > 0)
+    best = relative.argmin()
+    return FACTORS[best] if relative[best] < (1 - BETTER) * relative[0] else 1.0
 
 
 def _passes(trace: Trace, free: int) -> list[list[Sample]]:
@@ -193,13 +195,13 @@ def _passes(trace: Trace, free: int) -> list[list[Sample]]:
         for entry in row.passes
         for moment, change in ((entry.start, 1), (entry.end, -1))
     )
-    most = max(0, len(trace.devices) - free)
-    spent = [0.0] * (most + 1)
+    max_contending = max(0, len(trace.devices) - free)
+    spent = [0.0] * (max_contending + 1)
     until: dict[float, tuple[float, ...]] = {}
-    before, computing = 0.0, 0
+    previous, computing = 0.0, 0
     for moment, change in changes:
-        spent[min(most, max(0, computing - free))] += moment - before
-        until[moment], before = tuple(spent), moment
+        spent[min(max_contending, max(0, computing - free))] += moment - previous
+        until[moment], previous = tuple(spent), moment
         computing += change
     return [
         [Sample(tuple(map(sub, until[entry.end], until[entry.start]))) for entry in row.passes] for row in trace.devices
@@ -208,10 +210,10 @@ def _passes(trace: Trace, free: int) -> list[list[Sample]]:
 
 def _add(samples: Samples, item: Pass, device: int, sample: Sample) -> None:
     if item.parts:
-        whole = sum(WEIGHTS[part.kind] for part in item.parts)
+        total = sum(WEIGHTS[part.kind] for part in item.parts)
         for part in item.parts:
             assert part.stage is not None
-            samples.joint[part.kind, part.stage].append(sample.times(WEIGHTS[part.kind] / whole))
+            samples.joint[part.kind, part.stage].append(sample.times(WEIGHTS[part.kind] / total))
     elif item.kind in VOCABULARY_KINDS:
         samples.passes[item.kind, device].append(sample)
     elif item.kind in STAGE_KINDS:
@@ -230,8 +232,8 @@ def _transfers(trace: Trace, samples: Samples) -> None:
 
     for device, row in enumerate(trace.devices):
         for entry in row.transfers:
-            place = key(entry.item, device)
-            issued[place] = max(issued.get(place, entry.issued), entry.issued)
+            transfer_key = key(entry.item, device)
+            issued[transfer_key] = max(issued.get(transfer_key, entry.issued), entry.issued)
     for device, row in enumerate(trace.devices):
         for wait in row.waits:
             item = wait.transfer

@@ -117,16 +117,16 @@ def stage_passes(costs: Costs, looped: Costs) -> dict[str, float]:
     for name in PASSES:
         few, many = getattr(costs, name), getattr(looped, name)
         if isinstance(few, tuple) and isinstance(many, tuple) and len(many) > len(few):
-            beside = (math.fsum(many) - math.fsum(few)) / (len(many) - len(few))
-            seconds[STAGE[name]] = beside if 0.0 <= beside < min(*few, *many) else 0.0
+            overhead = (math.fsum(many) - math.fsum(few)) / (len(many) - len(few))
+            seconds[STAGE[name]] = overhead if 0.0 <= overhead < min(*few, *many) else 0.0
     return seconds
 
 
-def passes_of(costs: Costs, bare: Cost | None = None, beside: Mapping[str, float] | None = None) -> dict[str, float]:
+def passes_of(costs: Costs, bare: Cost | None = None, overhead: Mapping[str, float] | None = None) -> dict[str, float]:
     """Return `MeasuredPasses.seconds` from measured costs of a pipeline with one stage per device, vocab-2, and of its
     forwards that keep nothing. beside: `stage_passes`."""
     seconds: dict[str, float] = {}
-    for name, times in _stage_times(costs, bare, beside).items():
+    for name, times in _stage_times(costs, bare, overhead).items():
         seconds[name] = math.fsum(times)
     for name in SHARDS:
         time = getattr(costs, name)
@@ -142,7 +142,7 @@ def whole_passes(
     layers_per_stage: Sequence[int],
     sharded: Mapping[str, float],
     bare: Cost | None = None,
-    beside: Mapping[str, float] | None = None,
+    overhead: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Return passes of such a pipeline with whole vocabulary layers (first-last), by the names in `PLAIN` and `OUTPUT`.
 
@@ -153,29 +153,29 @@ def whole_passes(
     embedding = {"F": sharded.get("E", 0.0), BARE: sharded.get("E", 0.0)}
     embedding |= dict.fromkeys(("W", "B"), sharded.get("G", 0.0))
     devices, layers = len(layers_per_stage), sum(layers_per_stage)
-    others = layers - layers_per_stage[-1]
+    earlier_layers = layers - layers_per_stage[-1]
     seconds = {}
-    for name, times in _stage_times(costs, bare, beside).items():
+    for name, times in _stage_times(costs, bare, overhead).items():
         if name not in sharded:
             continue
         embedded = devices * embedding.get(name, 0.0)
         if devices == 1:
-            rest = times[0] - embedded - sharded[name]
+            remainder = times[0] - embedded - sharded[name]
         else:
-            plain = max(0.0, math.fsum(times[:-1]) - embedded) * layers / others
+            plain = max(0.0, math.fsum(times[:-1]) - embedded) * layers / earlier_layers
             seconds[PLAIN[name]] = plain
-            rest = times[-1] - plain * layers_per_stage[-1] / layers
+            remainder = times[-1] - plain * layers_per_stage[-1] / layers
         if name in OUTPUT:
-            seconds[OUTPUT[name]] = max(0.0, rest)
+            seconds[OUTPUT[name]] = max(0.0, remainder)
     return seconds
 
 
-def _stage_times(costs: Costs, bare: Cost | None, beside: Mapping[str, float] | None) -> dict[str, tuple[float, ...]]:
+def _stage_times(costs: Costs, bare: Cost | None, overhead: Mapping[str, float] | None) -> dict[str, tuple[float, ...]]:
     """Return the known times by the names in `LAYERS`, per stage, without the time besides layers."""
     times = {name: getattr(costs, name) for name in PASSES} | {BARE: bare}
-    less = {name: (beside or {}).get(STAGE["F" if name == BARE else name], 0.0) for name in times}
+    overheads = {name: (overhead or {}).get(STAGE["F" if name == BARE else name], 0.0) for name in times}
     known = {name: time if isinstance(time, tuple) else (time,) for name, time in times.items() if time is not None}
-    return {name: tuple(max(0.0, time - less[name]) for time in times) for name, times in known.items()}
+    return {name: tuple(max(0.0, time - overheads[name]) for time in times) for name, times in known.items()}
 
 
 @dataclass(frozen=True)
@@ -208,14 +208,14 @@ class Correction:
     def beside_whole(self) -> Correction:
         """Return the correction for stages beside whole vocabulary layers: `LAYERS` as `PLAIN`, if that was
         measured."""
-        plain = {name: self.factors[other] for name, other in PLAIN.items() if other in self.factors}
+        plain = {name: self.factors[plain_name] for name, plain_name in PLAIN.items() if plain_name in self.factors}
         return replace(self, factors={**self.factors, **plain})
 
     def at_least(self, other: Correction) -> Correction:
         """Return the correction with no factor and no time below that of another one."""
         factors, stage = (
-            {name: max(time, of_other.get(name, time)) for name, time in own.items()}
-            for own, of_other in ((self.factors, other.factors), (self.stage, other.stage))
+            {name: max(time, other_values.get(name, time)) for name, time in values.items()}
+            for values, other_values in ((self.factors, other.factors), (self.stage, other.stage))
         )
         return replace(self, factors=factors, stage=stage)
 
@@ -230,7 +230,7 @@ def correction_of(measured: MeasuredPasses, analytic: Mapping[str, float]) -> Co
         for name in MEASURED
         if measured.seconds.get(name, 0) > 0 and analytic.get(name, 0) > 0
     }
-    stage = {name: measured.seconds[other] for name, other in STAGE.items() if other in measured.seconds}
+    stage = {name: measured.seconds[stage_name] for name, stage_name in STAGE.items() if stage_name in measured.seconds}
     ranks = measured.ranks
     return Correction(factors, stage, measured.contention, ranks, measured.devices * ranks.processes)
 
@@ -238,17 +238,17 @@ def correction_of(measured: MeasuredPasses, analytic: Mapping[str, float]) -> Co
 def between(corrections: Mapping[int, Correction], tokens: int) -> Correction:
     """Return the correction for microbatches of this many tokens from those of measured numbers of tokens."""
     measured = sorted(corrections)
-    few = max((one for one in measured if one <= tokens), default=measured[0])
-    many = min((one for one in measured if one >= tokens), default=measured[-1])
+    few = max((count for count in measured if count <= tokens), default=measured[0])
+    many = min((count for count in measured if count >= tokens), default=measured[-1])
     if few == many:
         return corrections[few]
     share = (1 / few - 1 / tokens) / (1 / few - 1 / many)  # a time that grows evenly, over one without its constant
-    one, other = corrections[few], corrections[many]
+    shorter, longer = corrections[few], corrections[many]
 
     def mean(few: float, many: float) -> float:
         return few + share * (many - few)
 
-    factors = {name: mean(one[name], other[name]) for name in one.factors.keys() & other.factors.keys()}
-    stage = {name: mean(one.stage[name], other.stage[name]) for name in one.stage.keys() & other.stage.keys()}
-    assert one.contention is not None and other.contention is not None
-    return replace(one, factors=factors, stage=stage, contention=mean(one.contention, other.contention))
+    factors = {name: mean(shorter[name], longer[name]) for name in shorter.factors.keys() & longer.factors.keys()}
+    stage = {name: mean(shorter.stage[name], longer.stage[name]) for name in shorter.stage.keys() & longer.stage.keys()}
+    assert shorter.contention is not None and longer.contention is not None
+    return replace(shorter, factors=factors, stage=stage, contention=mean(shorter.contention, longer.contention))

@@ -30,12 +30,14 @@ def slice_factors(traces: Sequence[Trace], tokens: Sequence[int] = ()) -> dict[s
             for entry in row.passes:
                 if not entry.item.parts and entry.item.microbatch is not None:
                     times[entry.item.kind][entry.item.slice].append(entry.end - entry.start)
-    factors = {kind: _relative(list(map(statistics.fmean, found))) for kind, found in times.items() if all(found)}
-    found = {name: factors[Kind(name)] for name in LAYERS if Kind(name) in factors}
+    factors = {
+        kind: _relative(list(map(statistics.fmean, by_slice))) for kind, by_slice in times.items() if all(by_slice)
+    }
+    result = {name: factors[Kind(name)] for name in LAYERS if Kind(name) in factors}
     known = next((factors[kind] for kind in _BY_TOKENS if kind in factors), None)
     if tokens:
         known = _relative([float(count) for count in tokens])
-    return found if known is None else {**found, "tokens": known}
+    return result if known is None else {**result, "tokens": known}
 
 
 def _relative(values: Sequence[float]) -> tuple[float, ...]:

@@ -75,10 +75,10 @@ def costs_of_cut(
         p2p = 0.0
     rows_in = 2 * setting.element
 
-    def costs(factor: float = 1.0, **others: Any) -> Costs:
-        others |= {name: tuple(factor * time for time in row) for name, row in stages.items()}
+    def costs(factor: float = 1.0, **fields: Any) -> Costs:
+        fields |= {name: tuple(factor * time for time in row) for name, row in stages.items()}
         waits = {name: tuple(factor * time for time in row) for name, row in exchanged.items()}
-        return Costs(**others, p2p=p2p, contention=contention, tensor_exchange={**waits, **shard_waits})
+        return Costs(**fields, p2p=p2p, contention=contention, tensor_exchange={**waits, **shard_waits})
 
     shard_waits: dict[str, float] = {}
     if not cut.sharded:
@@ -162,12 +162,12 @@ def _embedding_gradient(setting: Setting, rows: int, hidden_size: int, devices: 
 def _exchanged_at_ends(cut: Cut, setting: Setting, hidden_size: int) -> dict[str, tuple[float, float]]:
     """Return the times in which tensor ranks of the first stage sum rows of the embedding and their gradients, and
     those of the last one gather and sum for a whole output layer, by the names in `PASSES`."""
-    once, whole = setting.exchange_seconds(hidden_size), not cut.sharded
-    correction = setting.correction.beside_whole if whole else setting.correction
-    last = _gathered_for_loss(setting, hidden_size) if whole else 0.0, once if whole else 0.0
+    exchange, unsharded = setting.exchange_seconds(hidden_size), not cut.sharded
+    correction = setting.correction.beside_whole if unsharded else setting.correction
+    last = _gathered_for_loss(setting, hidden_size) if unsharded else 0.0, exchange if unsharded else 0.0
     at_last = {"F": last[0], "B": last[1], "I": last[1]}
     return {
-        name: (correction.exchange(name) * 2 * once, correction.exchange(OUTPUT[name]) * seconds)
+        name: (correction.exchange(name) * 2 * exchange, correction.exchange(OUTPUT[name]) * seconds)
         for name, seconds in at_last.items()
     }
 
@@ -185,19 +185,19 @@ def _gathered_for_loss(setting: Setting, hidden_size: int) -> float:
     return setting.exchange_seconds(hidden_size) + setting.axes.tensor.gather_seconds(setting.hardware, table)
 
 
-def _stage_times(cut: Cut, layers: Sequence[LayerTime], beside_layers: Mapping[str, float]) -> dict[str, list[float]]:
+def _stage_times(cut: Cut, layers: Sequence[LayerTime], stage_overhead: Mapping[str, float]) -> dict[str, list[float]]:
     """Return the seconds of every stage by the names in `PASSES`, without vocabulary layers. beside_layers: seconds of
     a pass besides its layers."""
-    beside = {name: beside_layers.get(name, 0.0) for name in PASSES}
+    overhead = {name: stage_overhead.get(name, 0.0) for name in PASSES}
     stages: dict[str, list[float]] = {name: [] for name in PASSES}
     first = 0
     for count in cut.layers_per_stage:
-        own, choices = layers[first : first + count], cut.checkpointing[first : first + count]
-        again = sum(map(LayerTime.again, own, choices))
-        stages["F"].append(beside["F"] + sum(map(LayerTime.forward_of, own, choices)))
-        stages["B"].append(beside["B"] + again + sum(map(LayerTime.whole_of, own, choices)))
-        stages["I"].append(beside["I"] + again + sum(layer.inputs for layer in own))
-        stages["W"].append(beside["W"] + sum(map(LayerTime.weights_of, own, choices)))
+        stage_layers, choices = layers[first : first + count], cut.checkpointing[first : first + count]
+        recompute = sum(map(LayerTime.recompute, stage_layers, choices))
+        stages["F"].append(overhead["F"] + sum(map(LayerTime.forward_of, stage_layers, choices)))
+        stages["B"].append(overhead["B"] + recompute + sum(map(LayerTime.full_backward_of, stage_layers, choices)))
+        stages["I"].append(overhead["I"] + recompute + sum(layer.inputs for layer in stage_layers))
+        stages["W"].append(overhead["W"] + sum(map(LayerTime.weights_of, stage_layers, choices)))
         first += count
     return stages
 
@@ -257,15 +257,15 @@ def step_end_seconds(
     hardware, copies, seconds, optimized = setting.hardware, setting.axes.copies, 0.0, 0.0
     for count, replicas in zip(parameters, (setting.axes.replicas, setting.axes.experts.replicas), strict=True):
         if count:
-            part, across = count / beside.parts, not replicas.inside_node(hardware)
-            summed = replicas.gather_seconds(hardware, part * setting.gradient_element)
+            size, across = count / beside.parts, not replicas.inside_node(hardware)
+            summed = replicas.gather_seconds(hardware, size * setting.gradient_element)
             # What the replicas that share it have summed is all-reduced with the copies of the others.
-            shared = 2 * copies.gather_seconds(hardware, part * setting.gradient_element / replicas.size)
-            gathered = replicas.gather_seconds(hardware, part * (setting.element if zero else setting.gradient_element))
-            again = gathered if zero == 0 or (zero == 3 and beside.every_pass) else 0.0
-            both = summed + again + shared
-            lost = LOST_ACROSS_NODES * (1.0 if across else shared / both if both else 0.0)
-            seconds += beside.times * _exposed(both, beside.backward, beside.parts, lost)
+            shared = 2 * copies.gather_seconds(hardware, size * setting.gradient_element / replicas.size)
+            gathered = replicas.gather_seconds(hardware, size * (setting.element if zero else setting.gradient_element))
+            regathered = gathered if zero == 0 or (zero == 3 and beside.every_pass) else 0.0
+            exchanged = summed + regathered + shared
+            lost = LOST_ACROSS_NODES * (1.0 if across else shared / exchanged if exchanged else 0.0)
+            seconds += beside.times * _exposed(exchanged, beside.backward, beside.parts, lost)
             if zero:
                 lost = LOST_ACROSS_NODES * across
                 seconds += beside.times * _exposed(gathered, beside.forward, beside.parts, lost)
@@ -277,5 +277,5 @@ def _exposed(each: float, passes: float, parts: int, lost: float) -> float:
     """Return how much longer passes take since parts travel, one after the other: the first or the last one beside no
     pass, others beside the pass of one part. each: seconds of a part. passes: of all parts. lost: of the time beside
     passes, the share by which they get longer."""
-    beside = min(each, passes / parts)
-    return each + (parts - 1) * (each - beside + lost * beside)
+    overlapped = min(each, passes / parts)
+    return each + (parts - 1) * (each - overlapped + lost * overlapped)

@@ -39,7 +39,7 @@ from .measured_passes import (
 from .step import Cut, costs_of_cut, costs_of_slices
 from .work import LayerWork, layers_of
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 Span = tuple[int, int]
 """Of a slice: its first token, and the one behind its last."""
@@ -68,12 +68,12 @@ class TimedModel:
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """Results that are needed again, for `once`."""
 
-    def once(self, key: Any, make: Callable[[], Found]) -> Found:
+    def once(self, key: Any, make: Callable[[], Result]) -> Result:
         """Return what `make` returned for this key the first time."""
         if key not in self.known:
             self.known[key] = make()
-        found: Found = self.known[key]
-        return found
+        result: Result = self.known[key]
+        return result
 
     @property
     def implementation(self) -> Implementation:
@@ -162,16 +162,20 @@ class TimedModel:
     def _slower(self, computing: int, correction: Correction) -> float:
         """Return the slowdown of compute while this many GPUs compute, relative to one, or to a device of as many ranks
         as were measured: that of the hardware, and in proportion what measured passes differ from it."""
-        node, alone, most = self.hardware.devices_per_node, correction.ranks.processes, correction.contention
+        node, measured_ranks, measured_contention = (
+            self.hardware.devices_per_node,
+            correction.ranks.processes,
+            correction.contention,
+        )
         computing = min(computing, node)
-        if computing <= alone:
+        if computing <= measured_ranks:
             return 1.0
-        slower = self.hardware.slower(computing) / self.hardware.slower(alone)
-        if most is None or correction.processes in (None, alone):
+        slower = self.hardware.slower(computing) / self.hardware.slower(measured_ranks)
+        if measured_contention is None or correction.processes in (None, measured_ranks):
             return slower
-        expected = self.hardware.slower(correction.processes) / self.hardware.slower(alone)
-        share = (min(computing, correction.processes) - alone) / (correction.processes - alone)
-        return slower * (1 + (most / expected - 1) * share)
+        expected = self.hardware.slower(correction.processes) / self.hardware.slower(measured_ranks)
+        share = (min(computing, correction.processes) - measured_ranks) / (correction.processes - measured_ranks)
+        return slower * (1 + (measured_contention / expected - 1) * share)
 
     # --- measured passes of this model ---------------------------------------------------------------------------
 
@@ -182,11 +186,11 @@ class TimedModel:
         if self.implementation != OURS:
             return ()
         description = self.description
-        own = fingerprint(self.works, description.vocabulary_size, description.hidden_size)
+        model_hash = fingerprint(self.works, description.vocabulary_size, description.hidden_size)
         return tuple(
-            one
-            for one in self.hardware.passes
-            if (one.model, one.dtype) == (own, self.dtype) and one.sequence <= self.sequence
+            passes
+            for passes in self.hardware.passes
+            if (passes.model, passes.dtype) == (model_hash, self.dtype) and passes.sequence <= self.sequence
         )
 
     def correction(self, recipe: Recipe, span: Span | None = None) -> Correction:
@@ -200,26 +204,33 @@ class TimedModel:
             return NO_CORRECTION
         sizes = recipe.parallelism
         ways = (self.exchange_of(sizes, recipe.slices), "keys", "heads")
-        wanted = *(Ranks(sizes.tp, sizes.cp, way) for way in ways), Ranks(sizes.tp), Ranks()
-        for ranks in dict.fromkeys((*wanted, *sorted(one.ranks for one in self.hardware.passes))):
-            found = self.once((Correction, ranks), partial(self._corrections, ranks))
-            if found:
+        candidates = *(Ranks(sizes.tp, sizes.cp, way) for way in ways), Ranks(sizes.tp), Ranks()
+        for ranks in dict.fromkeys((*candidates, *sorted(passes.ranks for passes in self.hardware.passes))):
+            corrections = self.once((Correction, ranks), partial(self._corrections, ranks))
+            if corrections:
                 size = recipe.batch.microbatch_size
-                whole, tokens = between(found, size * self.sequence), span[1] - span[0] if span else self.sequence
-                return whole if tokens == self.sequence else between(found, size * tokens).at_least(whole)
+                of_sequence, tokens = (
+                    between(corrections, size * self.sequence),
+                    span[1] - span[0] if span else self.sequence,
+                )
+                return (
+                    of_sequence
+                    if tokens == self.sequence
+                    else between(corrections, size * tokens).at_least(of_sequence)
+                )
         return NO_CORRECTION
 
     def _corrections(self, ranks: Ranks) -> dict[int, Correction]:
         """Return the corrections by tokens of a microbatch; none without measurements of this sequence length."""
-        found = sorted((one for one in self.measured if one.ranks == ranks), key=attrgetter("sequence"))
-        if not found or found[-1].sequence < self.sequence:
+        measurements = sorted((passes for passes in self.measured if passes.ranks == ranks), key=attrgetter("sequence"))
+        if not measurements or measurements[-1].sequence < self.sequence:
             return {}
-        return {one.tokens: self._correction(one) for one in found}
+        return {passes.tokens: self._correction(passes) for passes in measurements}
 
     def _correction(self, measured: MeasuredPasses) -> Correction:
         devices = measured.devices
-        alone = replace(self.hardware, passes=(), contention=1.0, cores=0)  # as the measured devices were
-        uncorrected = replace(self, hardware=alone, sequence=measured.sequence, known={})
+        undisturbed = replace(self.hardware, passes=(), contention=1.0, cores=0)  # as the measured devices were
+        uncorrected = replace(self, hardware=undisturbed, sequence=measured.sequence, known={})
         split = even_split(self.layers, devices)
 
         def costs(vocabulary: str) -> Costs:
@@ -234,9 +245,9 @@ class TimedModel:
             )
             return pass_costs(uncorrected, recipe, Placement.linear(devices))
 
-        shards, whole = costs("vocab-2"), costs("first-last")
+        shards, unsharded = costs("vocab-2"), costs("first-last")
         sharded = passes_of(shards, bare=shards.F)
-        return correction_of(measured, sharded | whole_passes(whole, split, sharded, bare=whole.F))
+        return correction_of(measured, sharded | whole_passes(unsharded, split, sharded, bare=unsharded.F))
 
 
 def _side_by_side(parallelism: Parallelism) -> int:
@@ -247,16 +258,16 @@ def _side_by_side(parallelism: Parallelism) -> int:
 def layer_times(model: TimedModel, recipe: Recipe, span: Span | None = None) -> tuple[LayerTime, ...]:
     """Return times of every layer on whole sequences, or on the slice that is `span`, beside vocabulary layers of the
     mode; equal layers are computed once."""
-    whole = not recipe.mode.sharded and bool(model.hardware.passes)  # else both have the same times
+    unsharded = not recipe.mode.sharded and bool(model.hardware.passes)  # else both have the same times
 
     def times() -> tuple[LayerTime, ...]:
         setting = model.setting(recipe, span)
-        if whole:
+        if unsharded:
             setting = replace(setting, correction=setting.correction.beside_whole)
-        found = {id(work): layer_time(work, setting) for work in model.kinds}
-        return tuple(found[id(work)] for work in model.works)
+        by_work = {id(work): layer_time(work, setting) for work in model.kinds}
+        return tuple(by_work[id(work)] for work in model.works)
 
-    key = computing(recipe.parallelism), recipe.batch.microbatch_size, recipe.slices, whole, span
+    key = computing(recipe.parallelism), recipe.batch.microbatch_size, recipe.slices, unsharded, span
     return model.once(key, times)
 
 
@@ -265,8 +276,8 @@ def extra_times(model: TimedModel, recipe: Recipe, checkpointing: str) -> tuple[
     times = layer_times(model, recipe)
 
     def extra() -> tuple[float, ...]:
-        found = {id(time): time.extra(checkpointing) for time in {id(time): time for time in times}.values()}
-        return tuple(found[id(time)] for time in times)
+        by_id = {id(time): time.extra(checkpointing) for time in {id(time): time for time in times}.values()}
+        return tuple(by_id[id(time)] for time in times)
 
     return model.once((extra_times, id(times), checkpointing), extra)  # `times` is kept, so no others have its id
 

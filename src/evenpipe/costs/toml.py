@@ -22,12 +22,16 @@ def toml_value(value: Any, digits: int | None = DIGITS) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(toml_lines(value, digits)) + "}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(toml_value(one, digits) for one in value)}]"
+        return f"[{', '.join(toml_value(element, digits) for element in value)}]"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(f"\\u{ord(one):04x}" if ord(one) < 32 or ord(one) == 127 else one for one in escaped) + '"'
+        return (
+            '"'
+            + "".join(f"\\u{ord(char):04x}" if ord(char) < 32 or ord(char) == 127 else char for char in escaped)
+            + '"'
+        )
     if isinstance(value, float) and value and digits is not None:
         return f"{value:.{digits}g}"
     return repr(value)

@@ -102,14 +102,17 @@ class LayerWork:
 def layers_of(description: Description) -> tuple[LayerWork, ...]:
     """Return the work of every layer; equal layers share one object."""
     seen: dict[Any, LayerWork] = {}
-    found = []
+    works = []
     for index in range(description.layers):
         attention = attention_of(description, index)
-        key = (tuple((name, *one.shape) for name, one in description.layer(index).named_parameters()), attention)
+        key = (
+            tuple((name, *parameter.shape) for name, parameter in description.layer(index).named_parameters()),
+            attention,
+        )
         if key not in seen:
             seen[key] = _layer(description, index, attention)
-        found.append(seen[key])
-    return tuple(found)
+        works.append(seen[key])
+    return tuple(works)
 
 
 def _layer(description: Description, index: int, attention: Attention) -> LayerWork:
@@ -117,19 +120,19 @@ def _layer(description: Description, index: int, attention: Attention) -> LayerW
     named = tuple(_named_products(description, index))
     products = tuple(product for _, product in named)
     names = [name for name, _ in module.named_parameters()]
-    norms = [one for one in module.modules() if "norm" in type(one).__name__.lower()]
-    queries_and_so_on = attention.heads * attention.query_size + attention.key_value_size
+    norms = [child for child in module.modules() if "norm" in type(child).__name__.lower()]
+    qkv_size = attention.heads * attention.query_size + attention.key_value_size
     experts = _experts(description, index)
-    outputs = sum(one.outputs * one.met for one in products if one.copies == 1 or experts is None)
+    outputs = sum(product.outputs * product.met for product in products if product.copies == 1 or experts is None)
     return LayerWork(
         products=products,
-        parameters=sum(one.numel() for one in module.parameters()),
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
         hidden_size=description.hidden_size,
         attention=attention,
-        middle=max(0.0, outputs - queries_and_so_on - 2 * description.hidden_size),
+        middle=max(0.0, outputs - qkv_size - 2 * description.hidden_size),
         gated=any("gate_proj" in name or "gate_up" in name for name in names),
         norms=len(norms),
-        eager_norms=sum(type(one).__name__ != "LayerNorm" for one in norms),
+        eager_norms=sum(type(norm).__name__ != "LayerNorm" for norm in norms),
         last=_last_product(module, named),
         gathered=_gathered(module, named, description.hidden_size),
         eager=description.config is not None and description.skeleton.config._attn_implementation == "eager",
@@ -138,30 +141,30 @@ def _layer(description: Description, index: int, attention: Attention) -> LayerW
 
 
 def _experts(description: Description, index: int) -> ExpertWork | None:
-    found = list(fused_experts(description.layer(index)).values())
-    if len(found) != 1:
+    modules = list(fused_experts(description.layer(index)).values())
+    if len(modules) != 1:
         return None
-    last = found[0].get_parameter("down_proj")
+    last = modules[0].get_parameter("down_proj")
     return ExpertWork(
         count=len(last),
         choices=chosen_experts(description.layer_config(index)),
         width=last[0].numel() // description.hidden_size,
-        gated=bool(found[0].has_gate),
-        parameters=sum(one.numel() for one in found[0].parameters()),
+        gated=bool(modules[0].has_gate),
+        parameters=sum(parameter.numel() for parameter in modules[0].parameters()),
     )
 
 
-NORMS_BEHIND = ("post_feedforward", "post_mlp")
+FINAL_NORMS = ("post_feedforward", "post_mlp")
 """Prefixes of names of norms after the last product: Gemma 2 and 3, OLMo 2, GLM 4."""
 
 
 def _last_product(layer: nn.Module, products: Sequence[tuple[str, Product]]) -> Product | None:
     """Return `LayerWork.last`: MLPs run after attention, whatever the order in which a layer lists them."""
-    behind = any("norm" in name and name.startswith(NORMS_BEHIND) for name, _ in layer.named_children())
-    if behind or any(product.copies > 1 for _, product in products):
+    has_final_norm = any("norm" in name and name.startswith(FINAL_NORMS) for name, _ in layer.named_children())
+    if has_final_norm or any(product.copies > 1 for _, product in products):
         return None
-    others = [product for name, product in products if "attn" not in name and "attention" not in name]
-    return others[-1] if others else None
+    candidates = [product for name, product in products if "attn" not in name and "attention" not in name]
+    return candidates[-1] if candidates else None
 
 
 def _gathered(
@@ -172,12 +175,12 @@ def _gathered(
     blocks: dict[str, list[tuple[str, Product]]] = {}
     for name, product in products:
         blocks.setdefault(name.partition(".")[0], []).append((name, product))
-    found = []
+    gathered = []
     for block in blocks.values():
         wide = [name for name, product in block if product.outputs == hidden_size]
         inside = (product for name, product in block if name not in wide[-1:] and is_linear(layer.get_submodule(name)))
-        found.append(tuple(product for product in inside if product.inputs == hidden_size))
-    return tuple(block for block in found if block)
+        gathered.append(tuple(product for product in inside if product.inputs == hidden_size))
+    return tuple(block for block in gathered if block)
 
 
 def _named_products(description: Description, index: int) -> Iterator[tuple[str, Product]]:
@@ -208,7 +211,7 @@ FUSED_OPERATIONS = 8
 
 def operations_forward(fused: Collection[str]) -> int:
     """Return the number of kernels of a layer forward besides its products. fused: some of `FUSIBLE`."""
-    return FUSED_OPERATIONS + sum(more for name, more in FUSIBLE.items() if name not in fused)
+    return FUSED_OPERATIONS + sum(kernels for name, kernels in FUSIBLE.items() if name not in fused)
 
 
 def streamed_forward(work: LayerWork, element: int, fused: Collection[str]) -> float:
@@ -238,7 +241,9 @@ def cast_elements(work: LayerWork) -> tuple[float, float]:
     """Return the elements per token that products of all tokens read, an input of several products once, and those of
     the gradients of their results."""
     shared = sum((len(block) - 1) * work.hidden_size for block in work.gathered)
-    return sum(one.inputs * one.met for one in work.dense) - shared, sum(one.outputs * one.met for one in work.dense)
+    return sum(product.inputs * product.met for product in work.dense) - shared, sum(
+        product.outputs * product.met for product in work.dense
+    )
 
 
 BACKWARD_STREAMED = 1.6

@@ -17,7 +17,7 @@ class Painter:
 
     def __init__(self, depth: str) -> None:
         self.depth = depth
-        self._standing = ""
+        self._current = ""
 
     @property
     def colourful(self) -> bool:
@@ -27,7 +27,7 @@ class Painter:
     @property
     def reset(self) -> str:
         """The sequence back to the terminal's own colours."""
-        self._standing = ""
+        self._current = ""
         return "\033[0m" if self.colourful else ""
 
     def cell(self, character: str, ink: str | None, ground: str | None) -> str:
@@ -40,9 +40,9 @@ class Painter:
             codes = f"0;7;{self._code(38, ground or '')}"
         else:
             codes = f"0;{self._code(38, ink)}" + (f";{self._code(48, ground)}" if ground else "")
-        if codes == self._standing:
+        if codes == self._current:
             return character
-        self._standing = codes
+        self._current = codes
         return f"\033[{codes}m{character}"
 
     def bold(self, text: str) -> str:

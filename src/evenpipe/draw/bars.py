@@ -39,8 +39,8 @@ def bars_svg(groups: Sequence[Bars], *, title: str = "", width: int = 1000, limi
     canvas, top = Canvas(), 4.0
     terms = _terms(groups)
     right = 12 + max(text_width(bytes_text(total), 11) for group in groups for total in group.totals)
-    most = max([*(total for group in groups for total in group.totals), limit or 0.0]) or 1.0
-    scale = (width - _LEFT - right) / most
+    largest = max([*(total for group in groups for total in group.totals), limit or 0.0]) or 1.0
+    scale = (width - _LEFT - right) / largest
     if title:
         canvas.text(12, 22, title, 17, weight="bold")
         top += 30
@@ -62,9 +62,9 @@ def bars_svg(groups: Sequence[Bars], *, title: str = "", width: int = 1000, limi
             top += _HEIGHT + _GAP
     if limit is not None:
         canvas.path(f"M{n(_LEFT + limit * scale)} {n(body)}V{n(top)}", TEXT)
-    unit = 1024.0 ** max(0, int(len(f"{int(most)}") - 1) // 3)
-    step = round_step(most / unit / max(1.0, (width - right - _LEFT) / 90)) * unit
-    sizes = [number * step for number in range(int(most / step + 1e-9) + 1)]
+    unit = 1024.0 ** max(0, int(len(f"{int(largest)}") - 1) // 3)
+    step = round_step(largest / unit / max(1.0, (width - right - _LEFT) / 90)) * unit
+    sizes = [number * step for number in range(int(largest / step + 1e-9) + 1)]
     marks = ((_LEFT + size * scale, bytes_text(size)) for size in sizes)
     canvas.axis(marks, _LEFT, width - right, top + 2)
     entries = list(map(Entry, COLOURS, terms))

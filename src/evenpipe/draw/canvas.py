@@ -60,10 +60,10 @@ class Canvas:
         """Add a line of text; nothing for an empty one."""
         if not text:
             return
-        more = f' text-anchor="{anchor}"' if anchor and anchor != "start" else ""
-        more += f' font-weight="{weight}"' if weight else ""
+        attributes = f' text-anchor="{anchor}"' if anchor and anchor != "start" else ""
+        attributes += f' font-weight="{weight}"' if weight else ""
         self.lines.append(
-            f'<text x="{n(x)}" y="{n(y)}" font-size="{n(size)}" fill="{fill}"{more}>{escape(plain(text))}</text>'
+            f'<text x="{n(x)}" y="{n(y)}" font-size="{n(size)}" fill="{fill}"{attributes}>{escape(plain(text))}</text>'
         )
 
     def axis(self, marks: Iterable[tuple[float, str]], left: float, right: float, y: float) -> None:

@@ -46,18 +46,20 @@ def mean_colour(
     total = [0.0, 0.0, 0.0]
     covered = 0.0
     for piece in pieces:
-        part = min(piece.end, end) - max(piece.start, start)
-        if part <= 0:
+        overlap = min(piece.end, end) - max(piece.start, start)
+        if overlap <= 0:
             continue
-        covered += part
+        covered += overlap
         colours = panel.colours(piece.event)
         for colour in colours:
             for index, value in enumerate(channels(colour)):
-                total[index] += value * part / len(colours)
-    whole = max(end - start, covered)
-    if covered <= 0 or (idle is None and covered < whole / 2):
+                total[index] += value * overlap / len(colours)
+    width = max(end - start, covered)
+    if covered <= 0 or (idle is None and covered < width / 2):
         return None
     if idle is not None:
-        total = [value + rest * (whole - covered) for value, rest in zip(total, channels(idle), strict=True)]
-        covered = whole
+        total = [
+            value + idle_value * (width - covered) for value, idle_value in zip(total, channels(idle), strict=True)
+        ]
+        covered = width
     return text_of(tuple(value / covered for value in total))

@@ -29,7 +29,7 @@ COMPUTE, TRANSFERS, BESIDE = range(3)
 """Types of rows of events; `BESIDE`: copies to the host and back, and collectives over replicas."""
 
 _LARGEST = 2**30
-Places = dict[tuple[int | None, Item | None], int]
+EventNumbers = dict[tuple[int | None, Item | None], int]
 """Numbers of events by device and item."""
 
 
@@ -94,7 +94,7 @@ def _planes(column: array[int]) -> bytes:
         column = array("i", column)
         column.byteswap()
     raw = column.tobytes()
-    return b"".join(raw[place::4] for place in range(4))
+    return b"".join(raw[byte::4] for byte in range(4))
 
 
 def _rows(panel: Panel) -> tuple[list[tuple[int, int, int]], list[Event]]:
@@ -129,10 +129,10 @@ def _table(
         for number, item in enumerate(items)
         if item.kind is Kind.OVERLAP_F_B or (isinstance(item, Transfer) and item.peer is not None)
     }
-    places: Places = {}
+    event_numbers: EventNumbers = {}
     for number, event in enumerate(events):
-        places.setdefault((event.device, event.item), number)
-    causes, resources, unknown = _causes(events, looks, places)
+        event_numbers.setdefault((event.device, event.item), number)
+    causes, resources, unknown = _causes(events, looks, event_numbers)
     table = [
         _differences(starts),
         array("i", [end - start for start, end in zip(starts, ends, strict=True)]),
@@ -144,18 +144,20 @@ def _table(
         resources,
         array("i", [round(panel.timeline.exchange_of(event) / step) for event in events]),
         array("i", [-1 if event.slack is None else max(0, round(event.slack.time / step)) for event in events]),
-        array("i", [_back(number, event.slack, places) for number, event in enumerate(events)]),
+        array("i", [_back(number, event.slack, event_numbers) for number, event in enumerate(events)]),
     ]
     return table, texts, unknown
 
 
-def _back(number: int, slack: Slack | None, places: Places) -> int:
+def _back(number: int, slack: Slack | None, event_numbers: EventNumbers) -> int:
     """How many events before this one the pass is that waits for it first; 0 for the end of the step."""
-    place = None if slack is None else places.get((slack.device, slack.item))
-    return 0 if place is None else number - place
+    waiting_number = None if slack is None else event_numbers.get((slack.device, slack.item))
+    return 0 if waiting_number is None else number - waiting_number
 
 
-def _causes(events: list[Event], looks: Looks, places: Places) -> tuple[array[int], array[int], dict[int, str]]:
+def _causes(
+    events: list[Event], looks: Looks, event_numbers: EventNumbers
+) -> tuple[array[int], array[int], dict[int, str]]:
     causes, resources = array("i", bytes(4 * len(events))), array("i", bytes(4 * len(events)))
     unknown: dict[int, str] = {}
     for number, event in enumerate(events):
@@ -165,12 +167,12 @@ def _causes(events: list[Event], looks: Looks, places: Places) -> tuple[array[in
         resources[number] = looks.resource(cause.resource)
         if cause.item is None:
             continue
-        there = event.device if cause.device is None else cause.device
-        place = places.get((there, cause.item))
-        if place is None or place == number:
-            unknown[number] = f"{cause.item}" if cause.device is None else f"{cause.item} on device {there}"
+        cause_device = event.device if cause.device is None else cause.device
+        cause_number = event_numbers.get((cause_device, cause.item))
+        if cause_number is None or cause_number == number:
+            unknown[number] = f"{cause.item}" if cause.device is None else f"{cause.item} on device {cause_device}"
         else:
-            causes[number] = number - place
+            causes[number] = number - cause_number
     return causes, resources, unknown
 
 
@@ -190,4 +192,4 @@ def _curves(panel: Panel, step: float) -> dict[str, Any]:
 
 def _differences(column: array[int]) -> array[int]:
     """The difference of each number to the previous one."""
-    return array("i", [value - before for value, before in zip(column, chain((0,), column), strict=False)])
+    return array("i", [value - previous for value, previous in zip(column, chain((0,), column), strict=False)])

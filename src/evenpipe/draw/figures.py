@@ -60,10 +60,10 @@ def exchange_text(panels: Iterable[Panel]) -> str:
     words = []
     for kind in kinds_in(panels):
         events = [(panel, event) for panel in panels for row in panel.rows for event in row if event.item.kind is kind]
-        whole = sum(event.end - event.start for _, event in events)
-        found = sum(panel.timeline.exchange_of(event) for panel, event in events)
-        if whole and found:
-            words.append(f"{share_text(found / whole)} of {kind.value}")
+        total = sum(event.end - event.start for _, event in events)
+        exchanging = sum(panel.timeline.exchange_of(event) for panel, event in events)
+        if total and exchanging:
+            words.append(f"{share_text(exchanging / total)} of {kind.value}")
     return f"tensor collectives: {', '.join(words)}" if words else ""
 
 
@@ -134,9 +134,9 @@ def bytes_text(value: float) -> str:
     return f"{number_text(value)} {_BYTES[power]}"
 
 
-def ticks(length: float, scale: Scale, most: float) -> list[tuple[float, str]]:
+def ticks(length: float, scale: Scale, number_of_ticks: float) -> list[tuple[float, str]]:
     """(time, text) of round times from 0 to `length`, about `most` of them."""
-    step = round_step(length / max(1.0, most), scale.unit_seconds)
+    step = round_step(length / max(1.0, number_of_ticks), scale.unit_seconds)
     if step <= 0:
         return [(0.0, scale.text(0.0))]
     return [(number * step, scale.text(number * step)) for number in range(int(length / step + 1e-9) + 1)]
@@ -147,10 +147,10 @@ def round_step(step: float, unit_seconds: float | None = None) -> float:
     if step <= 0:
         return 0.0
     unit = unit_seconds or 1.0
-    wanted = step * unit
+    target = step * unit
     power = 1.0
-    while power > wanted:
+    while power > target:
         power /= 10
-    while power * 10 <= wanted:
+    while power * 10 <= target:
         power *= 10
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= wanted * (1 - 1e-9)) / unit
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= target * (1 - 1e-9)) / unit

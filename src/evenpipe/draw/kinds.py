@@ -70,25 +70,27 @@ def _shaded(part: Item, stages: tuple[int, ...], slices: int) -> str:
     colour = LOOKS[part.kind].colour
     if isinstance(part.kind, TransferKind):
         return colour
-    place, held = (stages.index(part.stage), len(stages)) if part.stage in stages else (0, 1)
+    position, held = (stages.index(part.stage), len(stages)) if part.stage in stages else (0, 1)
     slices = slices if part.microbatch is not None else 1
-    apart = min(slices, max(1, MOST_SHADES // held))
-    return _shade(colour, place * apart + part.slice * apart // slices, held * apart)
+    shades_per_stage = min(slices, max(1, MOST_SHADES // held))
+    return _shade(
+        colour, position * shades_per_stage + part.slice * shades_per_stage // slices, held * shades_per_stage
+    )
 
 
-def _shade(colour: str, place: int, shades: int) -> str:
+def _shade(colour: str, position: int, shades: int) -> str:
     """One of several shades of `colour`: light at place 0, for the first stage or slice, dark at the last."""
     if shades < 2:
         return colour
     reach = 0.18 if shades == 2 else 0.3
-    amount = (2 * place / (shades - 1) - 1) * reach
+    amount = (2 * position / (shades - 1) - 1) * reach
     return mix(colour, "#000000", amount) if amount > 0 else mix(colour, "#ffffff", -amount)
 
 
-def mix(colour: str, other: str, part: float) -> str:
+def mix(colour: str, target: str, share: float) -> str:
     """`colour` mixed with that share of `other`, both #rrggbb."""
-    pairs = zip(channels(colour), channels(other), strict=True)
-    return text_of(tuple(a + (b - a) * part for a, b in pairs))
+    pairs = zip(channels(colour), channels(target), strict=True)
+    return text_of(tuple(a + (b - a) * share for a, b in pairs))
 
 
 def channels(colour: str) -> tuple[int, int, int]:
@@ -122,5 +124,5 @@ def for_dark(colour: str) -> str:
 @cache
 def _kinds_colour() -> dict[str, str]:
     """The colour of the kind that a shade belongs to."""
-    places = [(place, shades) for shades in range(2, MOST_SHADES + 1) for place in range(shades)]
-    return {_shade(look.colour, *at): look.colour for look in LOOKS.values() for at in places}
+    positions = [(position, shades) for shades in range(2, MOST_SHADES + 1) for position in range(shades)]
+    return {_shade(look.colour, *args): look.colour for look in LOOKS.values() for args in positions}

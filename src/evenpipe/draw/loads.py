@@ -41,13 +41,13 @@ def loads_svg(layers: Mapping[str, Sequence[float]], *, title: str = "", width: 
     for name, tokens in layers.items():
         shares = _shares(tokens)
         canvas.text(left - 8, top + 11, name, 11, fill=FAINT, anchor="end")
-        size, place = (width - left - _RIGHT) / max(1, len(shares)), 0
+        size, column = (width - left - _RIGHT) / max(1, len(shares)), 0
         colours = list(map(_colour, shares))
         gap = 1.0 if size >= _WIDE else 0.0
         alike = [1] * len(colours) if gap else [len(list(same)) for _, same in groupby(colours)]
         for count in alike:
-            canvas.rect(left + place * size, top, count * size - gap, _ROW, colours[place])
-            place += count
+            canvas.rect(left + column * size, top, count * size - gap, _ROW, colours[column])
+            column += count
         canvas.text(width - _RIGHT + 8, top + 11, _figures(shares), 11, fill=FAINT)
         top += _ROW + _GAP
     canvas.text(left, top + 14, "experts, from the first to the last; tokens over the mean of the layer:", 12)
@@ -65,7 +65,7 @@ def _shares(tokens: Sequence[float]) -> list[float]:
 def _colour(share: float) -> str:
     if share <= 0:
         return SCALE[0][1]
-    return next(colour for most, colour, _ in SCALE[1:] if share < most)
+    return next(colour for upper, colour, _ in SCALE[1:] if share < upper)
 
 
 def _figures(shares: Sequence[float]) -> str:

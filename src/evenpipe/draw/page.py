@@ -107,11 +107,11 @@ def _devices(panel: Panel) -> str:
     """Return, per device, how busy it is, its peak, and the time of each kind as a share of the makespan."""
     kinds = kinds_in([panel])
     head = "".join(f'<th scope="col" title="{escape(LOOKS[kind].words)}">{kind.value}</th>' for kind in kinds)
-    whole = panel.timeline.makespan
+    makespan = panel.timeline.makespan
     lines = []
     for device in range(panel.devices):
         times = panel.timeline.busy_by_kind[device]
-        cells = "".join(f"<td>{share_text(times.get(kind, 0.0) / whole) if whole else ''}</td>" for kind in kinds)
+        cells = "".join(f"<td>{share_text(times.get(kind, 0.0) / makespan) if makespan else ''}</td>" for kind in kinds)
         lines.append(
             f'<tr><th scope="row">{device}</th><td>{share_text(busy_share(panel, device))}</td>'
             f"<td>{escape(amount_text(panel, panel.peaks[device]))}</td>{cells}</tr>"

@@ -62,20 +62,20 @@ class Panel:
 
     def waits(self, device: int) -> list[Wait]:
         """The idle times of a device that ended with a need of its next pass, if causes are known."""
-        found = []
+        waits = []
         clock = self.origin
         for event in self.rows[device]:
             cause = event.cause
             if event.start > clock and cause is not None and cause.resource == TRANSFER and cause.item is not None:
-                found.append(Wait(cause.item, clock, event.start))
+                waits.append(Wait(cause.item, clock, event.start))
             clock = max(clock, event.end)
-        return found
+        return waits
 
     @cached_property
     def awaited(self) -> tuple[Kind | TransferKind, ...]:
         """The kinds that run beside compute and that any device waits for, in the order of legends."""
-        found = {wait.item.kind for device in range(self.devices) for wait in self.waits(device)}
-        return tuple(kind for kind in LOOKS if kind in found)
+        kinds = {wait.item.kind for device in range(self.devices) for wait in self.waits(device)}
+        return tuple(kind for kind in LOOKS if kind in kinds)
 
     @property
     def devices(self) -> int:
@@ -110,11 +110,11 @@ class Panel:
         item = event.item
         parts = tuple((part.kind, part.stage, part.slice) for part in item.parts) if isinstance(item, Pass) else ()
         key = (item.kind, item.stage, item.slice, parts, event.device)
-        found = self._colours.get(key)
-        if found is None:
+        colours = self._colours.get(key)
+        if colours is None:
             stages = self.stages[event.device] if 0 <= event.device < self.devices else ()
-            found = self._colours[key] = colours_of(item, stages, self.slices)
-        return found
+            colours = self._colours[key] = colours_of(item, stages, self.slices)
+        return colours
 
     @cached_property
     def _colours(self) -> dict[object, tuple[str, ...]]:
@@ -176,22 +176,22 @@ def panels_of(timelines: Timelines) -> tuple[Panel, ...]:
 def kinds_in(panels: Iterable[Panel]) -> tuple[Kind, ...]:
     """Kinds of pass that take time in any of the panels, in the order of legends."""
     timed = (event for panel in panels for row in panel.rows for event in row if event.end > event.start)
-    found = {part.kind for event in timed for part in parts(event)}
-    return tuple(kind for kind in LOOKS if isinstance(kind, Kind) and kind in found)
+    kinds = {part.kind for event in timed for part in parts(event)}
+    return tuple(kind for kind in LOOKS if isinstance(kind, Kind) and kind in kinds)
 
 
 def lanes(events: Iterable[Event]) -> list[int]:
     """The lane of each event, given by start: as few lanes as possible, in which events do not overlap."""
     free: list[float] = []  # per lane, the end of its last event
-    chosen = []
+    assigned = []
     for event in events:
         lane = next((number for number, end in enumerate(free) if end <= event.start), len(free))
         if lane == len(free):
             free.append(event.end)
         else:
             free[lane] = event.end
-        chosen.append(lane)
-    return chosen
+        assigned.append(lane)
+    return assigned
 
 
 def _by_start(row: tuple[Event, ...]) -> tuple[Event, ...]:

@@ -18,13 +18,13 @@ SECONDS = 120.0
 
 def find_browser() -> str:
     """The path of a Chromium or Chrome. Raises InputError if there is none."""
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
         raise InputError(
             "a picture in .png needs Chromium or Chrome in the path (on Debian: apt-get install chromium); .svg needs"
             " nothing"
         )
-    return found
+    return browser
 
 
 def png(picture: str) -> bytes:
@@ -43,9 +43,11 @@ def png(picture: str) -> bytes:
             *(f"--screenshot={target}", source.as_uri()),
         ]
         try:
-            done = subprocess.run(command, capture_output=True, timeout=SECONDS, check=False)
+            completed = subprocess.run(command, capture_output=True, timeout=SECONDS, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise RunError(f"{browser} did not turn the picture into PNG: {plain(error)}") from None
         if not target.is_file():
-            raise RunError(f"{browser} did not turn the picture into PNG: it ended with exit code {done.returncode}")
+            raise RunError(
+                f"{browser} did not turn the picture into PNG: it ended with exit code {completed.returncode}"
+            )
         return target.read_bytes()

@@ -57,20 +57,20 @@ class _Rows:
     """Heights of a device's row, of the passes beside it and the memory curve below it, and of the gap to the next."""
 
     height: float
-    beside: float
+    lanes: float
     memory: float
     gap: float
 
     @property
     def pitch(self) -> float:
-        return self.height + self.beside + self.memory + self.gap
+        return self.height + self.lanes + self.memory + self.gap
 
     @classmethod
-    def of(cls, devices: int, *, beside: bool, memory: bool) -> _Rows:
+    def of(cls, devices: int, *, has_lanes: bool, memory: bool) -> _Rows:
         height = 24.0 if devices <= 8 else 18.0 if devices <= 16 else 13.0 if devices <= 48 else 600 / devices
         gap = min(4.0, height / 5)
-        lane = round(height * _COPY, 1) if beside else 0.0
-        return cls(height, lane, round(height * 0.6, 1) if memory else 0.0, gap + (2 if memory or beside else 0))
+        lane = round(height * _COPY, 1) if has_lanes else 0.0
+        return cls(height, lane, round(height * 0.6, 1) if memory else 0.0, gap + (2 if memory or has_lanes else 0))
 
 
 class _Page:
@@ -80,10 +80,10 @@ class _Page:
         self.panels, self.title, self.width, self.memory, self.scale = panels, title, width, memory, scale
         self.waits = waits
         self.length = max(panel.length for panel in panels)
-        most = max(panel.devices for panel in panels)
-        self.beside = any(row for panel in panels for row in panel.passes_beside)
-        self.rows = _Rows.of(most, beside=self.beside, memory=memory)
-        self.left = 12 + text_width(f"device {max(most - 1, 0)}", 12)
+        max_devices = max(panel.devices for panel in panels)
+        self.has_lanes = any(row for panel in panels for row in panel.passes_beside)
+        self.rows = _Rows.of(max_devices, has_lanes=self.has_lanes, memory=memory)
+        self.left = 12 + text_width(f"device {max(max_devices - 1, 0)}", 12)
         self.right = float(_RIGHT)
         if memory:
             texts = [peak_of(panel, device) for panel in panels for device in range(panel.devices)]
@@ -124,8 +124,8 @@ class _Page:
         if self.memory and panel.devices:
             self.canvas.text(self.width - 6, top - 6, "peak", 10, fill=FAINT, anchor="end")
         every = max(1, -(-11 // max(1, int(self.rows.pitch))))  # rows lower than a line of text get no names
-        alike = [other for other in self.panels if other.knows_bytes == panel.knows_bytes]
-        highest = max(other.highest for other in alike)
+        comparable = [candidate for candidate in self.panels if candidate.knows_bytes == panel.knows_bytes]
+        highest = max(candidate.highest for candidate in comparable)
         for device in range(panel.devices):
             y = top + device * self.rows.pitch
             if device % every == 0:
@@ -133,15 +133,15 @@ class _Page:
                 middle = y + self.rows.height / 2 + size * 0.36
                 self.canvas.text(self.left - 8, middle, f"device {device}", size, fill=FAINT, anchor="end")
             self._row(panel, device, y)
-            self._beside(panel, device, y + self.rows.height)
+            self._lanes(panel, device, y + self.rows.height)
             if self.memory:
-                self._curve(panel, device, y + self.rows.height + self.rows.beside, highest)
+                self._curve(panel, device, y + self.rows.height + self.rows.lanes, highest)
         return top + panel.devices * self.rows.pitch
 
     def _row(self, panel: Panel, device: int, y: float) -> None:
         row, height = panel.rows[device], self.rows.height
-        whole = panel.timeline.makespan * self.pixels_per_unit
-        self.canvas.rect(self.left, y, whole, height, IDLE)
+        makespan_width = panel.timeline.makespan * self.pixels_per_unit
+        self.canvas.rect(self.left, y, makespan_width, height, IDLE)
         columns = max(1, round(self.length * self.pixels_per_unit))
         long = [event for event in row if event.end > event.start]
         if len(long) > columns / 1.5:  # most are narrower than a pixel or two
@@ -152,11 +152,11 @@ class _Page:
         for event in long:
             self._box(panel, event, y)
 
-    def _beside(self, panel: Panel, device: int, y: float) -> None:
+    def _lanes(self, panel: Panel, device: int, y: float) -> None:
         """Draw passes beside compute, on as many lanes as run at a time."""
         events = panel.passes_beside[device]
         chosen = lanes(events)
-        height = self.rows.beside / (max(chosen, default=0) + 1)
+        height = self.rows.lanes / (max(chosen, default=0) + 1)
         for event, lane in zip(events, chosen, strict=True):
             x, width = self._x(panel, event.start), (event.end - event.start) * self.pixels_per_unit
             edge = 0.4 if width >= 4 else 0.0
@@ -169,13 +169,13 @@ class _Page:
         x, width = self._x(panel, event.start), (event.end - event.start) * self.pixels_per_unit
         edge = 0.4 if width >= 4 else 0.0  # half of the light line between neighbours
         colours = panel.colours(event)
-        part = self.rows.height / len(colours)
+        part_height = self.rows.height / len(colours)
         for index, colour in enumerate(colours):
-            self.canvas.rect(x + edge, y + index * part, width - 2 * edge, part, colour)
+            self.canvas.rect(x + edge, y + index * part_height, width - 2 * edge, part_height, colour)
         for index, (item, colour) in enumerate(zip(parts(event), colours, strict=False)):
             named = len(panel.stages[event.device]) > 1 and text_width(str(item), 11) + 5 <= width
             text = str(item) if named else unit_text(item)  # the shade says which stage it is
-            self._write(text, colour, (x, y + index * part, width, part))
+            self._write(text, colour, (x, y + index * part_height, width, part_height))
 
     def _write(self, text: str, colour: str, box: tuple[float, float, float, float]) -> None:
         """Write `text` in the middle of a box (x, y, width, height), if it is readable there."""
@@ -228,9 +228,9 @@ class _Page:
 
     def _speedup(self, panel: Panel, bottom: float) -> None:
         """Write the speedup over the first panel, in the middle of the free space to the right of the rows."""
-        first, own = self.panels[0].timeline.makespan, panel.timeline.makespan
-        text = f"{first / own:.1f}x" if own else ""
-        left, right = self.left + own * self.pixels_per_unit, self.width - self.right
+        first, makespan = self.panels[0].timeline.makespan, panel.timeline.makespan
+        text = f"{first / makespan:.1f}x" if makespan else ""
+        left, right = self.left + makespan * self.pixels_per_unit, self.width - self.right
         if text not in ("", "1.0x") and right - left > 1.5 * text_width(text, _SPEEDUP):
             middle = bottom - panel.devices * self.rows.pitch / 2
             self.canvas.text((left + right) / 2, middle, text, _SPEEDUP, anchor="middle", weight="bold")
@@ -246,8 +246,8 @@ class _Page:
         return bottom + _AXIS + (14 if unit else 0)
 
     def _legend(self, top: float) -> float:
-        beside = {event.item.kind for panel in self.panels for row in panel.passes_beside for event in row}
-        entries = _entries(kinds_in(self.panels)) + _entries(beside)
+        overlapped = {event.item.kind for panel in self.panels for row in panel.passes_beside for event in row}
+        entries = _entries(kinds_in(self.panels)) + _entries(overlapped)
         entries.append(Entry(IDLE, "idle"))
         if self.waits:
             awaited = _entries([kind for panel in self.panels for kind in panel.awaited])

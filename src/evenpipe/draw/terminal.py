@@ -3,7 +3,7 @@
 In colour a pass is a block with its microbatch in it; eighths of a character place its edges. Passes narrower than a
 character show as their mean colour. Without colour a pass starts with the letter of its kind, followed by its
 microbatch if there is room and by dashes to its end; a dot is idle time. If most passes had no room, time continues
-below, in as many bands as needed, up to `MOST_LINES`.
+below, in as many bands as needed, up to `MAX_LINES`.
 
 Where a device has several stages, names say which: F3 is of the first and f3 of the second of two, F4/3 of stage 4 if
 there are more. Every name begins with its letter, so short passes next to each other stay apart.
@@ -30,7 +30,7 @@ from .kinds import LOOKS, ink_on, mix
 from .panel import Panel, Timelines, kinds_in, panels_of, parts
 
 SMALLEST_WIDTH = 40
-MOST_LINES = 128
+MAX_LINES = 128
 """Most rows of devices in a picture without colour, if a device takes several."""
 _SCREEN = 48
 """Most of them for the sake of vocabulary passes, which are often much shorter than others."""
@@ -92,12 +92,12 @@ class _Page:
         self, panels: tuple[Panel, ...], painter: Painter, width: int, scale: Scale, *, waits: bool, overview: bool
     ) -> None:
         self.panels, self.painter, self.width, self.scale, self.waits = panels, painter, width, scale, waits
-        most = max(panel.devices for panel in panels)
-        self.left = len(f"device {max(most - 1, 0)}") + 1
+        max_devices = max(panel.devices for panel in panels)
+        self.left = len(f"device {max(max_devices - 1, 0)}") + 1
         self.right = max([6, *(1 + len(peak_of(panel, device)) for panel in panels for device in range(panel.devices))])
         self.columns = width - self.left - self.right
         self.length = max(panel.length for panel in panels)
-        self.bands = 1 if overview or painter.colourful else self._bands_wanted()
+        self.bands = 1 if overview or painter.colourful else self._band_count()
 
     def lines(self, memory: bool) -> list[str]:
         lines: list[str] = []
@@ -117,20 +117,20 @@ class _Page:
     def _step(self) -> float:
         return self.length / (self.columns * self.bands)
 
-    def _bands_wanted(self) -> int:
+    def _band_count(self) -> int:
         """How many bands give passes of every kind room for their names, or at least those of stages; 1 if too many."""
-        lasting: defaultdict[Kind | TransferKind, list[float]] = defaultdict(list)
+        durations: defaultdict[Kind | TransferKind, list[float]] = defaultdict(list)
         longest: defaultdict[Kind | TransferKind, int] = defaultdict(int)
         for panel in self.panels:
             for event in (event for row in panel.rows for event in row if event.end > event.start):
                 kind = event.item.kind
-                lasting[kind].append(event.end - event.start)
+                durations[kind].append(event.end - event.start)
                 longest[kind] = max(longest[kind], len(_name(panel, event)))
-        rate = {kind: longest[kind] / median(times) for kind, times in lasting.items()}  # characters per unit of time
+        rate = {kind: longest[kind] / median(times) for kind, times in durations.items()}  # characters per unit of time
         devices = sum(panel.devices for panel in self.panels)
-        for kinds, most in ((rate, _SCREEN), (rate.keys() & _COUNTED, MOST_LINES)):
+        for kinds, max_lines in ((rate, _SCREEN), (rate.keys() & _COUNTED, MAX_LINES)):
             bands = ceil(self.length * max((rate[kind] for kind in kinds), default=0.0) / self.columns - 1e-9)
-            if 0 < bands * devices <= most:
+            if 0 < bands * devices <= max_lines:
                 return bands
         return 1
 
@@ -191,10 +191,10 @@ class _Page:
         first, last = pieces[0], pieces[-1]
         if len(pieces) == 1 and first.end - first.start > 0.94:
             colours = _striped(panel, first)
-            text, part = label
+            text, index = label
             if len(colours) > 1 and not text:
                 return paint("▀", colours[0], colours[1])
-            return paint(text or " ", ink_on(colours[part]), colours[part])
+            return paint(text or " ", ink_on(colours[index]), colours[index])
         if len(pieces) == 1:
             colour = _striped(panel, first)[0]
             if first.start < 0.06:
@@ -273,11 +273,11 @@ def _labels(panel: Panel, cells: list[list[Piece]], step: float) -> dict[int, tu
         while event is not None and end < len(cells) and _full(cells[end]) and cells[end][0].event is event:
             end += 1
         if event is not None and event.end - event.start >= 1.5 * step:
-            unit = "&".join(map(unit_text, parts(event)))  # the colour says the rest
-            texts = [_name(panel, event), unit] if len(panel.stages[event.device]) > 1 else [unit]
+            unit_name = "&".join(map(unit_text, parts(event)))  # the colour says the rest
+            texts = [_name(panel, event), unit_name] if len(panel.stages[event.device]) > 1 else [unit_name]
             text = next((text for text in texts if len(text) <= end - column), "")
             start = column + (end - column - len(text)) // 2
-            labels.update({start + at: (letter, text[:at].count("&")) for at, letter in enumerate(text)})
+            labels.update({start + offset: (letter, text[:offset].count("&")) for offset, letter in enumerate(text)})
         column = max(end, column + 1)
     return labels
 
@@ -293,8 +293,8 @@ def _striped(panel: Panel, piece: Piece) -> tuple[str, ...]:
     return tuple(mix(colour, "#000000", 0.12) for colour in colours) if odd else colours
 
 
-def _eighth(place: float) -> str:
-    return _EIGHTHS[min(8, max(0, round(8 * place)))]
+def _eighth(position: float) -> str:
+    return _EIGHTHS[min(8, max(0, round(8 * position)))]
 
 
 def _lettered(panel: Panel, cells: list[list[Piece]]) -> str:
@@ -324,12 +324,12 @@ def _highest_per_column(panel: Panel, device: int, step: float, columns: int) ->
     if step <= 0:
         return values
     for time, value in panel.curve(device):
-        place = (time - panel.origin) / step + 1e-9  # an edge that rounding puts just before a column belongs to it
-        end = min(columns - 1, max(0, int(place)))
+        position = (time - panel.origin) / step + 1e-9  # an edge that rounding puts just before a column belongs to it
+        end = min(columns - 1, max(0, int(position)))
         while column < end:
             values[column] = max(values[column], held)
             column += 1
-        values[end] = max(values[end], value, held if place - end > 2e-9 else 0.0)
+        values[end] = max(values[end], value, held if position - end > 2e-9 else 0.0)
         held = value
     last = (panel.rows[device][-1].end - panel.origin) / step if panel.rows[device] else 0
     while column < min(columns, last):

@@ -170,7 +170,7 @@ def _hops(panel: Panel) -> Iterator[tuple[Event, Event]]:
     for (forward, stage, microbatch, slice_), event in runs.items():
         if stage is None:
             continue
-        for beside in placement.successors(stage) if forward else placement.predecessors(stage):
-            target = runs.get((forward, beside, microbatch, slice_))
+        for neighbour in placement.successors(stage) if forward else placement.predecessors(stage):
+            target = runs.get((forward, neighbour, microbatch, slice_))
             if target is not None and target.device != event.device:
                 yield event, target

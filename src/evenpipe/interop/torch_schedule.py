@@ -66,13 +66,13 @@ def from_torch_schedule(
         rows = schedule.pipeline_order or getattr(schedule, "pipeline_order_with_comms", None) or {}
         if not rows:
             raise InputError(f"schedule {name} has no rows yet; expected one that has loaded or computed its order")
-    found = from_torch(rows_to_csv(rows[rank] for rank in sorted(rows)))
-    if (found.devices, schedule._n_microbatches) != (devices, microbatches):
+    order = from_torch(rows_to_csv(rows[rank] for rank in sorted(rows)))
+    if (order.devices, schedule._n_microbatches) != (devices, microbatches):
         raise InputError(
-            f"schedule {name} is for {count(found.devices, 'device')} and"
+            f"schedule {name} is for {count(order.devices, 'device')} and"
             f" {count(schedule._n_microbatches, 'microbatch')}, not {devices} and {microbatches}"
         )
-    return found
+    return order
 
 
 def _built(schedule: type, devices: int, microbatches: int, stages_per_device: int | None) -> Any:
@@ -141,14 +141,16 @@ def _executed(schedule: Any) -> dict[int, list[str]]:
 def _warn_if_reported_order_differs(name: str, reported: Rows | None, executed: Rows) -> None:
     """Warn if a schedule reports other passes than it executes."""
     for rank, row in (reported or {}).items():
-        said = [str(action) for action in row if action is not None and "REDUCE_GRAD" not in str(action)]
-        done = [str(action) for action in executed[rank]]
-        for position, (one, other) in enumerate(zip_longest(said, done, fillvalue="nothing")):
-            if one != other:
+        reported_row = [str(action) for action in row if action is not None and "REDUCE_GRAD" not in str(action)]
+        executed_row = [str(action) for action in executed[rank]]
+        for position, (reported_pass, executed_pass) in enumerate(
+            zip_longest(reported_row, executed_row, fillvalue="nothing")
+        ):
+            if reported_pass != executed_pass:
                 warnings.warn(
                     f"pipeline_order of torch's {name} differs from the order it executes "
                     f"(device {rank}, position {position}: "
-                    f"{one} instead of {other}); the executed order is used",
+                    f"{reported_pass} instead of {executed_pass}); the executed order is used",
                     stacklevel=3,
                 )
                 return

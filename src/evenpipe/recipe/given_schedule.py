@@ -16,7 +16,7 @@ MICROBATCHES_PER_DEVICE = 4
 
 
 def read_schedule(
-    given: Path | Schedule | Any, devices: int, microbatches: int | None, options: Mapping[str, Any] | None = None
+    schedule: Path | Schedule | Any, devices: int, microbatches: int | None, options: Mapping[str, Any] | None = None
 ) -> tuple[Schedule, int, dict[str, Any]]:
     """The schedule `given`, the microbatches of a step, and the options of its generator.
 
@@ -29,20 +29,20 @@ def read_schedule(
     anything else.
     """
     options = {name: value for name, value in (options or {}).items() if value is not None}
-    if isinstance(given, (str, Path)) and str(given).endswith(".csv"):
-        given = read_file(given)
+    if isinstance(schedule, (str, Path)) and str(schedule).endswith(".csv"):
+        schedule = read_file(schedule)
     count: int = microbatches or MICROBATCHES_PER_DEVICE * devices
-    if is_torch_schedule(given):
+    if is_torch_schedule(schedule):
         stages_per_device = options.pop("stages_per_device", None)
-        count = microbatches or int(getattr(given, "_n_microbatches", count))
-        given = from_torch_schedule(given, devices, count, stages_per_device=stages_per_device)
-    if isinstance(given, (Order, Program)):
-        return given, microbatches or given.microbatches, options
-    if isinstance(given, (str, Path)):
-        return str(given), count, options
-    if callable(given):
-        return given, count, options
+        count = microbatches or int(getattr(schedule, "_n_microbatches", count))
+        schedule = from_torch_schedule(schedule, devices, count, stages_per_device=stages_per_device)
+    if isinstance(schedule, (Order, Program)):
+        return schedule, microbatches or schedule.microbatches, options
+    if isinstance(schedule, (str, Path)):
+        return str(schedule), count, options
+    if callable(schedule):
+        return schedule, count, options
     raise InputError(
-        f"schedule is {type(given).__name__}; it must be a name, an Order, a Program, a CSV file, a function of"
+        f"schedule is {type(schedule).__name__}; it must be a name, an Order, a Program, a CSV file, a function of"
         " devices and microbatches that returns an Order, or a schedule of torch.distributed.pipelining"
     )

@@ -127,7 +127,9 @@ class Layout:
             **(recipe.options if isinstance(schedule, str) else {}),
         )
         evaluation = evaluation_program(order, costs, recipe.sharing)
-        program, evaluation = (for_replicas(one, recipe.parallelism, tied=tied) for one in (program, evaluation))
+        program, evaluation = (
+            for_replicas(original, recipe.parallelism, tied=tied) for original in (program, evaluation)
+        )
         placement, ranks = program.placement, recipe.parallelism.tp
         if VocabularyMode(mode).sharded:
             embedding, head = (tuple(shards_of(rows, devices * ranks)) for rows in (embedding_rows, head_rows))
@@ -231,15 +233,15 @@ def flop_costs(model: ModelCosts, layout: Layout) -> Costs:
 
 def without_vocabulary(order: Order) -> Order:
     """The order without its vocabulary passes, for any mode."""
-    others = VOCABULARY_KINDS | SHARDING_KINDS
-    rows = tuple(tuple(item for item in row if item is not None and item.kind not in others) for row in order.rows)
+    excluded = VOCABULARY_KINDS | SHARDING_KINDS
+    rows = tuple(tuple(item for item in row if item is not None and item.kind not in excluded) for row in order.rows)
     return replace(order, rows=rows, vocabulary=VocabularyMode.FIRST_LAST)
 
 
 def _only_on(holder: int, rows: int, devices: int, ranks: int) -> tuple[Shard, ...]:
     """All rows on the tensor ranks of one device, none on the others."""
-    before, after = (Shard(0, 0, rows),), (Shard(rows, rows, rows),)
-    return (*before * (holder * ranks), *shards_of(rows, ranks), *after * ((devices - 1 - holder) * ranks))
+    leading, trailing = (Shard(0, 0, rows),), (Shard(rows, rows, rows),)
+    return (*leading * (holder * ranks), *shards_of(rows, ranks), *trailing * ((devices - 1 - holder) * ranks))
 
 
 def _more_or_fewer(schedule: Schedule) -> str:
@@ -258,13 +260,13 @@ def layers_per_stage(recipe: Recipe, model: ModelCosts, base: Order) -> tuple[in
     """
     placement = base.placement
     layers, stages, devices = len(model.layers), placement.stages, placement.devices
-    given = recipe.layers_per_stage
-    if given is not None:
-        check_layers_per_stage(given, stages, layers)
-        return given
+    explicit = recipe.layers_per_stage
+    if explicit is not None:
+        check_layers_per_stage(explicit, stages, layers)
+        return explicit
     if stages > layers:
-        has = f"{devices} with {count(stages, 'stage')}, but the model has {count(layers, 'layer')}"
-        raise InputError(f"devices: {has}: expected one for each; {_more_or_fewer(recipe.schedule)}")
+        sizes = f"{devices} with {count(stages, 'stage')}, but the model has {count(layers, 'layer')}"
+        raise InputError(f"devices: {sizes}: expected one for each; {_more_or_fewer(recipe.schedule)}")
     if recipe.vocabulary == "redistribute":
         return _redistributed(recipe, model, base)
     return even_split(layers, stages)
@@ -284,11 +286,11 @@ def _redistributed(recipe: Recipe, model: ModelCosts, base: Order) -> tuple[int,
     return min(splits, key=step)
 
 
-def check_layers_per_stage(given: tuple[int, ...], stages: int, layers: int) -> None:
+def check_layers_per_stage(split: tuple[int, ...], stages: int, layers: int) -> None:
     """Raise InputError unless the numbers spread all layers over all stages."""
-    if len(given) != stages or sum(given) != layers or min(given) < 0:
+    if len(split) != stages or sum(split) != layers or min(split) < 0:
         raise refused(
             "layers_per_stage",
-            list(given),
+            list(split),
             f"{count(stages, 'number')} (one per stage) that add up to the model's {count(layers, 'layer')}",
         )

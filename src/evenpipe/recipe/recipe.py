@@ -118,15 +118,15 @@ class Recipe:
     def of(cls, *, dp: int = 1, pp: int = 1, **options: Unpack[RecipeOptions]) -> Recipe:
         """The recipe of one table of options. Raises TypeError for an unknown name."""
         refuse_unknown(options, RecipeOptions.__annotations__)
-        given: dict[str, Any] = {"dp": dp, "pp": pp, **options}
+        values: dict[str, Any] = {"dp": dp, "pp": pp, **options}
         for name in ("schedule_options", "offload", "experts", "nccl"):
-            if given.get(name, 0) is None:
-                del given[name]
+            if values.get(name, 0) is None:
+                del values[name]
         parallelism, batch = (
-            {one.name: given.pop(one.name) for one in fields(kind) if one.name in given}
+            {entry.name: values.pop(entry.name) for entry in fields(kind) if entry.name in values}
             for kind in (Parallelism, BatchShape)
         )
-        return cls(parallelism=Parallelism(**parallelism), batch=BatchShape(**batch), **given)
+        return cls(parallelism=Parallelism(**parallelism), batch=BatchShape(**batch), **values)
 
     def __post_init__(self) -> None:
         self._put("vocabulary", VocabularyMode.of(self.vocabulary).value)
@@ -184,11 +184,11 @@ class Recipe:
 
     def checkpointing_of(self, layers: int) -> tuple[str, ...]:
         """One choice for each layer of a model. Raises InputError for a wrong number of choices."""
-        given = self.activation_checkpointing
-        choices = given if isinstance(given, tuple) else (given,) * layers
+        policy = self.activation_checkpointing
+        choices = policy if isinstance(policy, tuple) else (policy,) * layers
         if len(choices) != layers:
             raise refused(
-                "activation_checkpointing", given, f"one choice, or one for each of the {count(layers, 'layer')}"
+                "activation_checkpointing", policy, f"one choice, or one for each of the {count(layers, 'layer')}"
             )
         return choices
 
@@ -215,4 +215,4 @@ def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
 
 def _hashable(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Options by name, with tuples in place of lists."""
-    return tuple(sorted((name, tuple(one) if isinstance(one, list) else one) for name, one in options.items()))
+    return tuple(sorted((name, tuple(value) if isinstance(value, list) else value) for name, value in options.items()))

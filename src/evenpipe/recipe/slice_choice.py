@@ -56,9 +56,11 @@ def with_slices(
     slices = min(number for number, step in steps.items() if step <= best * (1 + NEARLY))
     if slices > 1 and (fault := refusal()) is not None:
         return cut(1), f"1, since {fault}"
-    others = ", ".join(f"{number}: {step / steps[1]:.3f}" for number, step in steps.items() if number > 1)
-    found = f"predicted steps relative to whole sequences of {count(model.length, 'token')}: {others}" if others else ""
-    return cut(slices), "; ".join([str(slices), *filter(None, (found, why))])
+    ratios = ", ".join(f"{number}: {step / steps[1]:.3f}" for number, step in steps.items() if number > 1)
+    comparison = (
+        f"predicted steps relative to whole sequences of {count(model.length, 'token')}: {ratios}" if ratios else ""
+    )
+    return cut(slices), "; ".join([str(slices), *filter(None, (comparison, why))])
 
 
 def _steps(cut: Callable[[int], Recipe], model: ModelCosts, extra: Extra) -> tuple[dict[int, float], str]:
@@ -78,9 +80,9 @@ def _steps(cut: Callable[[int], Recipe], model: ModelCosts, extra: Extra) -> tup
         if slices > 1 and steps[slices] > steps[slices // 2] * (1 - NEARLY):
             return steps, ""
         slices *= 2
-        least = divisor_of(sizes.cp, sizes.tp)
-        if model.length < slices * least:
-            return steps, f"a sequence has no {slices} slices of at least {count(least, 'token')}"
+        shortest = divisor_of(sizes.cp, sizes.tp)
+        if model.length < slices * shortest:
+            return steps, f"a sequence has no {slices} slices of at least {count(shortest, 'token')}"
         if passes * slices > MOST_PASSES:
             return steps, "more were not tried"
 

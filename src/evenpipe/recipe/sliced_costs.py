@@ -47,8 +47,8 @@ def sliced_costs(costs: Costs, rows: RowWork, ends: Sequence[int], extra: Extra 
         tokens = (end - start) / length
         seen = (rows.attention(end) - rows.attention(start)) / attention if attention else tokens
 
-        def time(of_attention: float, more: float, tokens: float = tokens, seen: float = seen) -> float:
-            return (1 - of_attention) * (tokens + more / length) + of_attention * seen
+        def time(of_attention: float, extra_tokens: float, tokens: float = tokens, seen: float = seen) -> float:
+            return (1 - of_attention) * (tokens + extra_tokens / length) + of_attention * seen
 
         forward, weights = time(share, extra.forward), time(0.0, extra.weights)
         factors = {
@@ -63,13 +63,13 @@ def sliced_costs(costs: Costs, rows: RowWork, ends: Sequence[int], extra: Extra 
             del factors["B"]
         if costs.R is None:
             del factors["R"]
-        one = replace(costs, slices={name: (factor,) for name, factor in factors.items()}).by_slice(1)[0]
+        slice_costs = replace(costs, slices={name: (factor,) for name, factor in factors.items()}).by_slice(1)[0]
         heads: dict[str, Any] = {
-            name: multiplied(name, value, time(0.0, more) / tokens)
-            for name, more in (("S", extra.forward), ("T", extra.weights))
-            if (value := getattr(one, name)) is not None
+            name: multiplied(name, value, time(0.0, extra_tokens) / tokens)
+            for name, extra_tokens in (("S", extra.forward), ("T", extra.weights))
+            if (value := getattr(slice_costs, name)) is not None
         }
-        each.append(replace(one, **heads))
+        each.append(replace(slice_costs, **heads))
     lengths = [float(end - start) for start, end in pairwise((0, *ends))]
     return of_slices(each, lengths)
 
@@ -87,8 +87,8 @@ def rows_as_measured(rows: RowWork, costs: Costs | None, length: int) -> RowWork
 
     length: of the measured sequences, in tokens.
     """
-    given: dict[str, Any] = {} if costs is None else dict(costs.slices)
-    layers, tokens = given.get("F", given.get("layers", ())), given.get("tokens", ())
+    factors: dict[str, Any] = {} if costs is None else dict(costs.slices)
+    layers, tokens = factors.get("F", factors.get("layers", ())), factors.get("tokens", ())
     if not layers or not tokens or not sum(tokens):
         return rows
     return rows.as_measured([_mean(factor) for factor in layers], tokens, length)

@@ -34,7 +34,7 @@ def named_orders(problem: OrderProblem) -> list[NamedOrder]:
 
     If the backward is split, schedules that do not split it are included, each B as I and W.
     """
-    found: list[NamedOrder] = []
+    candidates: list[NamedOrder] = []
     for name in SCHEDULES:
         for base in _orders(name, problem):
             order = _in_the_same_passes(base, problem)
@@ -45,13 +45,13 @@ def named_orders(problem: OrderProblem) -> list[NamedOrder]:
             timeline = time_order(order, problem.costs)
             limits = problem.max_in_flight or timeline.peak_in_flight
             if all(peak <= limit for peak, limit in zip(timeline.peak_in_flight, limits, strict=True)):
-                found.append(NamedOrder(name, order, timeline, problem.value(timeline)))
-    best = {one.name: one for one in sorted(found, key=_rank, reverse=True)}  # per name, the last one stays
+                candidates.append(NamedOrder(name, order, timeline, problem.value(timeline)))
+    best = {entry.name: entry for entry in sorted(candidates, key=_rank, reverse=True)}  # per name, the last one stays
     return sorted(best.values(), key=_rank)
 
 
-def _rank(one: NamedOrder) -> tuple[float, int]:
-    return one.value, max(one.timeline.peak_in_flight)
+def _rank(candidate: NamedOrder) -> tuple[float, int]:
+    return candidate.value, max(candidate.timeline.peak_in_flight)
 
 
 def _orders(name: str, problem: OrderProblem) -> Iterator[Order]:
@@ -63,8 +63,8 @@ def _orders(name: str, problem: OrderProblem) -> Iterator[Order]:
         options["weight_share"] = 1.0  # a limit on activations in flight, like that of the problem
     limits: list[list[int] | None] = [None]
     if "max_in_flight" in known:
-        whole = list(problem.max_in_flight or ())
-        limits = [whole] if whole else [None, [2 * placement.stages] * placement.devices]
+        limit_per_device = list(problem.max_in_flight or ())
+        limits = [limit_per_device] if limit_per_device else [None, [2 * placement.stages] * placement.devices]
     for limit in limits:
         try:
             order = generate(

@@ -63,11 +63,11 @@ class OrderProblem:
         shared = sorted(self.vocabulary.kinds(forward_only=False))
         rows = []
         for device in range(self.placement.devices):
-            whats: list[tuple[Kind, int | None]] = [
+            kinds_and_stages: list[tuple[Kind, int | None]] = [
                 (kind, stage) for stage in self.placement.stages_of(device) for kind in kinds
             ]
-            whats += [(kind, None) for kind in shared]
-            rows.append([Pass(kind, stage, i) for kind, stage in whats for i in range(self.microbatches)])
+            kinds_and_stages += [(kind, None) for kind in shared]
+            rows.append([Pass(kind, stage, i) for kind, stage in kinds_and_stages for i in range(self.microbatches)])
         return rows
 
     @property
@@ -119,13 +119,13 @@ def solve(
     kinds = {item.kind.value for row in rows for item in row}
     if problem.costs.B is None:
         kinds |= {"I", "W"}  # B is their sum
-    whole = WholeCosts.of(problem.costs, "".join(kinds))
-    model = _Model(cp_model, problem, rows, PassTimes(whole.costs, problem.placement), whole)
+    integer = WholeCosts.of(problem.costs, "".join(kinds))
+    model = _Model(cp_model, problem, rows, PassTimes(integer.costs, problem.placement), integer)
     model.limit_memory()
     # A bound on the true times, rounded away from them by less than one unit per pass, stays a bound.
-    model.minimise(math.ceil(bound / whole.unit * (1 - 1e-9) - 1e-6) if whole.exact else 0)
+    model.minimise(math.ceil(bound / integer.unit * (1 - 1e-9) - 1e-6) if integer.exact else 0)
     if hint is not None:
-        model.suggest(time_order(hint, whole.costs))
+        model.suggest(time_order(hint, integer.costs))
     solver = cp_model.CpSolver()
     parameters = solver.parameters
     parameters.max_time_in_seconds = seconds
@@ -133,11 +133,11 @@ def solve(
     parameters.num_workers = workers
     parameters.interleave_search = True  # all strategies in turn: the result does not depend on their speed
     status = solver.solve(model.model)
-    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    solved = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     return Solution(
-        model.order(solver) if found else None,
-        max(bound, solver.best_objective_bound * whole.unit) if status != cp_model.INFEASIBLE else math.inf,
-        whole.exact,
+        model.order(solver) if solved else None,
+        max(bound, solver.best_objective_bound * integer.unit) if status != cp_model.INFEASIBLE else math.inf,
+        integer.exact,
         status == cp_model.INFEASIBLE,
     )
 
@@ -146,13 +146,18 @@ class _Model:
     """The variables and constraints of one problem."""
 
     def __init__(
-        self, cp_model: Any, problem: OrderProblem, rows: Sequence[Sequence[Pass]], times: PassTimes, whole: WholeCosts
+        self,
+        cp_model: Any,
+        problem: OrderProblem,
+        rows: Sequence[Sequence[Pass]],
+        times: PassTimes,
+        integer: WholeCosts,
     ) -> None:
         self.problem, self.rows = problem, rows
         self.model = cp_model.CpModel()
         self.takes: dict[Where, int] = {}
         self.start: dict[Where, Any] = {}
-        delays = [whole.costs.transfer_time(route.kind) for route in self._rules.routes]
+        delays = [integer.costs.transfer_time(route.kind) for route in self._rules.routes]
         total = sum(times.of(item, device) for device, row in enumerate(rows) for item in row)
         self.horizon = int(total + sum(delays) * problem.microbatches)
         for device, row in enumerate(rows):
@@ -165,8 +170,8 @@ class _Model:
                 start = self.start[where] = self.model.new_int_var(0, self.horizon - takes, str(item))
                 intervals.append(self.model.new_fixed_size_interval_var(start, takes, str(item)))
             self.model.add_no_overlap(intervals)
-        self._require(whole.costs)
-        self._start_at_once(whole.costs)
+        self._require(integer.costs)
+        self._start_at_once(integer.costs)
 
     @property
     def _rules(self) -> Rules:
@@ -180,9 +185,9 @@ class _Model:
         rules = self._rules
         for device, row in enumerate(self.rows):
             for item in row:
-                here = _where(device, item)
-                start = self.start[here]
-                i = here[3]
+                where = _where(device, item)
+                start = self.start[where]
+                i = where[3]
                 rule = rules.of_pass(device, item.kind, item.stage)
                 for kind, stage, step in rule.needs:
                     if step == 0 and kind not in IF_PRESENT:
@@ -192,7 +197,7 @@ class _Model:
                     for producer in route.producers:
                         self.model.add(start >= self.end((*producer, i)) + delay)
                 if i > 0:
-                    self.model.add(start >= self.end((*here[:3], i - 1)))
+                    self.model.add(start >= self.end((*where[:3], i - 1)))
 
     def _start_at_once(self, costs: Costs) -> None:
         """Return when each device must start, by device; None if that depends on the order."""

@@ -65,24 +65,28 @@ class SearchResult:
             "gap": self.gap,
             "proved": self.proved,
             "source": self.source,
-            "named": [{"schedule": one.name, "value": one.value} for one in self.named],
+            "named": [{"schedule": entry.name, "value": entry.value} for entry in self.named],
             "microbatches": self.problem.microbatches,
             "stage_device": list(self.problem.placement.stage_device),
             **self.timeline.to_dict(),
         }
 
     def text(self) -> str:
-        what = self.problem.objective
+        objective = self.problem.objective
         timeline = self.timeline
         step = f"step {timeline.makespan:g}, of which devices lose {100 - 100 * timeline.mean_busy:.1f} % on average"
         if self.proved:
-            verdict = f"{what} {self.value:g}: no order is shorter"
+            verdict = f"{objective} {self.value:g}: no order is shorter"
         else:
-            verdict = f"{what} {self.value:g}: the lower bound is {self.bound:g}, at most {100 * self.gap:.1f} % less"
-        who = "found by search" if self.source == "search" else f"'{self.source}'; no shorter order was found"
-        lines = [step, verdict, f"order: {who}"]
+            verdict = (
+                f"{objective} {self.value:g}: the lower bound is {self.bound:g}, at most {100 * self.gap:.1f} % less"
+            )
+        source = "found by search" if self.source == "search" else f"'{self.source}'; no shorter order was found"
+        lines = [step, verdict, f"order: {source}"]
         if self.named:
-            ranks = [f"{one.name} {one.value:g} (+{100 * above(one.value, self.value):.1f} %)" for one in self.named]
+            ranks = [
+                f"{entry.name} {entry.value:g} (+{100 * above(entry.value, self.value):.1f} %)" for entry in self.named
+            ]
             lines.append("named schedules with these passes: " + ", ".join(ranks))
         else:
             lines.append("no named schedule has these passes in this placement and memory")
@@ -93,9 +97,9 @@ class SearchResult:
         return "\n".join(lines)
 
 
-def above(value: float, other: float) -> float:
+def above(value: float, reference: float) -> float:
     """Return how far `value` is above `other`, relative to that; 0 if nothing takes time."""
-    return value / other - 1 if other else 0.0
+    return value / reference - 1 if reference else 0.0
 
 
 def search(problem: OrderProblem, *, seconds: float = 30.0, workers: int = 1, seed: int = 0) -> SearchResult | None:
@@ -120,9 +124,9 @@ def search(problem: OrderProblem, *, seconds: float = 30.0, workers: int = 1, se
         if solution.order is not None:
             report = check_order(solution.order)
             assert report.ok, f"the solver's order is not sound: {report.faults[0]}"
-            found = problem.value(time_order(solution.order, problem.costs))
-            if found < value * (1 - EXACT):
-                order, source, value = solution.order, "search", found
+            solution_value = problem.value(time_order(solution.order, problem.costs))
+            if solution_value < value * (1 - EXACT):
+                order, source, value = solution.order, "search", solution_value
     if order is None:
         raise InputError(
             f"search found no order within {seconds:g} seconds; give it more time or a higher memory limit"

@@ -41,12 +41,12 @@ from evenpipe.words import count, unknown
 
 from .microbatch import UNREACHED, Microbatch
 
-MOST_DEVICES = 16
+MAX_DEVICES = 16
 """Most devices e for "one device", and for "rounds" and "area"; with up to twice as many devices, all are tried. Each
 takes a pass over all nodes of a microbatch."""
 
 
-_Ways = tuple[list[float], list[float]]
+_Paths = tuple[list[float], list[float]]
 """By node: the longest path to its start, and from its end."""
 
 
@@ -91,9 +91,9 @@ def best_bound(
     limits = () if max_in_flight is None else limits_per_device(max_in_flight, placement.devices, least=1)
     bounds = list(_free(microbatches, graph, of, again or [0.0] * placement.devices))
     if limits and not forward_only:
-        whole = _ways(graph, None)
-        bounds += _rounds(microbatches, graph, limits, of, whole)
-        bounds += _ramps(microbatches, graph, limits, of, whole)
+        all_paths = _longest_paths(graph, None)
+        bounds += _rounds(microbatches, graph, limits, of, all_paths)
+        bounds += _ramps(microbatches, graph, limits, of, all_paths)
         bounds += _area(microbatches, graph, limits)
         if not proved:
             bounds += _v_shape(microbatches, graph, limits, split)
@@ -129,22 +129,22 @@ def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]
 def either_backward(costs: Costs, placement: Placement) -> Costs:
     """Times of I and W that a whole backward also takes at least, for an order with both."""
     kinds = (Kind.B, Kind.I, Kind.W)
-    whole, inputs, weights = costs.needed_times(placement, kinds, "give a number or a list")
-    least = [min(i, b) for i, b in zip(inputs, whole, strict=True)]
-    rest = [min(w, b - i) for w, b, i in zip(weights, whole, least, strict=True)]
-    return replace(costs, I=tuple(least), W=tuple(rest))
+    full_backward, inputs, weights = costs.needed_times(placement, kinds, "give a number or a list")
+    input_times = [min(i, b) for i, b in zip(inputs, full_backward, strict=True)]
+    weight_times = [min(w, b - i) for w, b, i in zip(weights, full_backward, input_times, strict=True)]
+    return replace(costs, I=tuple(input_times), W=tuple(weight_times))
 
 
-def _free(microbatches: int, graph: Microbatch, of: str, again: Sequence[float]) -> Iterator[Bound]:
+def _free(microbatches: int, graph: Microbatch, of: str, recompute: Sequence[float]) -> Iterator[Bound]:
     """Bounds without a memory limit."""
     placement = graph.placement
-    work = [in_passes + more for in_passes, more in zip(graph.work, again, strict=True)]
+    work = [in_passes + recomputed for in_passes, recomputed in zip(graph.work, recompute, strict=True)]
     busiest = _busiest(work)
     value = work[busiest] * microbatches
     yield Bound(value, "work", f"lower bound {_sum({'busy': value})} on device {busiest}")
     work_of_all = [microbatches * mean for mean in graph.mean]
     for reference in _references(placement, work, of):
-        ways = _ways(graph, reference)
+        paths = _longest_paths(graph, reference)
         yield max(
             (
                 Bound(
@@ -153,8 +153,8 @@ def _free(microbatches: int, graph: Microbatch, of: str, again: Sequence[float])
                     f"lower bound {_sum({'ramp-up': head, 'busy': time, 'ramp-down': tail})} on device {device}",
                 )
                 for device in range(placement.devices)
-                for more in [microbatches * again[device]]
-                for value, head, time, tail in [_one_device(graph, device, work_of_all, ways, more)]
+                for recomputed in [microbatches * recompute[device]]
+                for value, head, time, tail in [_one_device(graph, device, work_of_all, paths, recomputed)]
             ),
             key=lambda bound: bound.value,
         )
@@ -166,10 +166,10 @@ def _sum(parts: Mapping[str, float]) -> str:
     return f"{sum(parts.values()):g} = {' + '.join(terms)}"
 
 
-def _ways(graph: Microbatch, reference: int | None) -> _Ways:
+def _longest_paths(graph: Microbatch, reference: int | None) -> _Paths:
     """The longest path to each node from passes of a device, and from it to their ends; None for all devices."""
     nodes = list(chain.from_iterable(graph.nodes_of)) if reference is None else graph.nodes_of[reference]
-    return graph.before(nodes), graph.behind(nodes)
+    return graph.longest_from(nodes), graph.longest_to(nodes)
 
 
 def _references(placement: Placement, work: list[float], of: str) -> list[int | None]:
@@ -185,95 +185,105 @@ def _busiest(work: Sequence[float]) -> int:
 
 def _some(placement: Placement) -> range:
     """Evenly spaced devices, or all if there are few."""
-    return range(0, placement.devices, max(1, placement.devices // MOST_DEVICES))
+    return range(0, placement.devices, max(1, placement.devices // MAX_DEVICES))
 
 
 def _one_device(
-    graph: Microbatch, device: int, work: list[float], ways: _Ways, again: float = 0.0
+    graph: Microbatch, device: int, work: list[float], paths: _Paths, recompute: float = 0.0
 ) -> tuple[float, float, float, float]:
     """The largest head + time + tail over sets of passes of `device`, and these three; `work`: the time of all
-    passes of a node; ways: as of `_ways`; again: the time of all recomputation, which can be of any stage."""
-    before, behind = ways
+    passes of a node; ways: as of `_longest_paths`; again: the time of all recomputation, which can be of any stage."""
+    heads, tails = paths
     nodes = [
-        (before[node], behind[node], work[node])
+        (heads[node], tails[node], work[node])
         for node in graph.nodes_of[device]
-        if before[node] > UNREACHED and behind[node] > UNREACHED
+        if heads[node] > UNREACHED and tails[node] > UNREACHED
     ]
-    if again:
+    if recompute:
         stages = graph.placement.stages_of(device)
-        head = min(before[node] + graph.takes[node] for node in (graph.forward[stage] for stage in stages))
-        nodes.append((head, min(behind[graph.backward[stage]] for stage in stages), again))
+        head = min(heads[node] + graph.takes[node] for node in (graph.forward[stage] for stage in stages))
+        nodes.append((head, min(tails[graph.backward[stage]] for stage in stages), recompute))
     best = (0.0, 0.0, 0.0, 0.0)
     nodes.sort(key=lambda node: -node[1])
-    for least in {head for head, _, _ in nodes}:
+    for min_head in {head for head, _, _ in nodes}:
         time = 0.0
         for head, tail, takes in nodes:  # by falling tail: each prefix is a candidate
-            if head >= least:
+            if head >= min_head:
                 time += takes
-                best = max(best, (least + time + tail, least, time, tail))
+                best = max(best, (min_head + time + tail, min_head, time, tail))
     return best
 
 
-def _rounds(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of: str, whole: _Ways) -> Iterator[Bound]:
-    """The bounds "rounds". whole: `_ways` of all devices."""
+def _rounds(
+    microbatches: int, graph: Microbatch, limits: tuple[float, ...], of: str, all_paths: _Paths
+) -> Iterator[Bound]:
+    """The bounds "rounds". whole: `_longest_paths` of all devices."""
     placement = graph.placement
-    ends = {device: _ways(graph, device) for device in {placement.first_device, placement.last_device}}
+    end_paths = {device: _longest_paths(graph, device) for device in {placement.first_device, placement.last_device}}
     for device in _some(placement):
         stage = placement.stages_of(device)[0]  # the first device: its activations live longest
         forward, release = graph.forward[stage], graph.release[stage]
-        before, behind = graph.before([forward]), graph.behind([release])
-        lifespan = before[release] + graph.takes[release]
-        most = math.floor(limits[device])
-        rounds, rest = divmod(microbatches - 1, most)
-        work = [(rest + 1) * least for least in graph.takes]
-        last = max(_one_device(graph, other, work, (before, behind))[0] for other in range(placement.devices))
+        from_forward, to_release = graph.longest_from([forward]), graph.longest_to([release])
+        lifespan = from_forward[release] + graph.takes[release]
+        max_held = math.floor(limits[device])
+        rounds, remainder = divmod(microbatches - 1, max_held)
+        work = [(remainder + 1) * seconds for seconds in graph.takes]
+        last = max(
+            _one_device(graph, candidate, work, (from_forward, to_release))[0] for candidate in range(placement.devices)
+        )
         # Time before the first of these forwards, and after the last of these releases.
-        around = [head[forward] + tail[release] for head, tail in ([whole] if of == "makespan" else ends.values())]
-        parts = {f"in {count(rounds, 'lifespan')} of {lifespan:g}": rounds * lifespan}
-        parts |= {"after them": max(last, lifespan), "ramp-up and ramp-down": max(0.0, *around)}
+        ramps = [
+            head[forward] + tail[release] for head, tail in ([all_paths] if of == "makespan" else end_paths.values())
+        ]
+        terms = {f"in {count(rounds, 'lifespan')} of {lifespan:g}": rounds * lifespan}
+        terms |= {"after them": max(last, lifespan), "ramp-up and ramp-down": max(0.0, *ramps)}
         yield Bound(
-            sum(parts.values()),
+            sum(terms.values()),
             "rounds",
-            f"lower bound {_sum(parts)} on device {device}, which holds at most {count(most, 'activation')} of stage"
-            f" {stage}",
+            f"lower bound {_sum(terms)} on device {device}, which holds at most {count(max_held, 'activation')} of"
+            f" stage {stage}",
         )
 
 
-def _ramps(microbatches: int, graph: Microbatch, limits: tuple[float, ...], of: str, whole: _Ways) -> Iterator[Bound]:
-    """The bounds "ramps". whole: `_ways` of all devices."""
+def _ramps(
+    microbatches: int, graph: Microbatch, limits: tuple[float, ...], of: str, all_paths: _Paths
+) -> Iterator[Bound]:
+    """The bounds "ramps". whole: `_longest_paths` of all devices."""
     placement, takes = graph.placement, graph.takes
     if placement.stages > placement.devices or takes != graph.mean:
         return
-    earliest, latest = whole
+    earliest, latest = all_paths
     for device in {placement.first_device, _busiest(graph.work)}:
-        most = math.floor(limits[device])
-        if most >= microbatches:
+        max_held = math.floor(limits[device])
+        if max_held >= microbatches:
             continue
         (stage,) = placement.stages_of(device)
         forward, backward, release = graph.forward[stage], graph.backward[stage], graph.release[stage]
-        of_forward, of_backward = graph.before([forward]), graph.before([backward])
-        to_release = graph.behind([release])
-        after = [node for node in graph.nodes_of[device] if of_forward[node] > UNREACHED]
+        from_forward, from_backward = graph.longest_from([forward]), graph.longest_from([backward])
+        to_release = graph.longest_to([release])
+        successors = [node for node in graph.nodes_of[device] if from_forward[node] > UNREACHED]
         # The others may run at any time behind the forward. Without them less is certain to run, but more waits.
-        needed = [node for node in after if to_release[node] > UNREACHED]
-        for nodes in (after, needed):
-            before = takes[backward] + most * sum(takes[node] for node in nodes if of_backward[node] == UNREACHED)
-            behind = takes[forward] + sum(
-                (most if to_release[node] > UNREACHED else microbatches) * takes[node]
+        needed = [node for node in successors if to_release[node] > UNREACHED]
+        for nodes in (successors, needed):
+            busy_before = takes[backward] + max_held * sum(
+                takes[node] for node in nodes if from_backward[node] == UNREACHED
+            )
+            busy_after = takes[forward] + sum(
+                (max_held if to_release[node] > UNREACHED else microbatches) * takes[node]
                 for node in nodes
                 if node != forward
             )
             idle = [
-                max(0.0, of_forward[backward] + takes[backward] - before),
-                max(0.0, of_forward[release] + takes[release] - behind),
+                max(0.0, from_forward[backward] + takes[backward] - busy_before),
+                max(0.0, from_forward[release] + takes[release] - busy_after),
             ]
-            around = earliest[forward] + min(latest[node] for node in nodes) if of == "makespan" else 0.0
-            parts = {"ramp-up and ramp-down": around, "busy": microbatches * sum(takes[node] for node in nodes)}
-            parts |= {"waiting for its first backward": idle[0], "waiting after its last forward": idle[1]}
+            ramps = earliest[forward] + min(latest[node] for node in nodes) if of == "makespan" else 0.0
+            terms = {"ramp-up and ramp-down": ramps, "busy": microbatches * sum(takes[node] for node in nodes)}
+            terms |= {"waiting for its first backward": idle[0], "waiting after its last forward": idle[1]}
             yield Bound(
-                sum(parts.values()),
+                sum(terms.values()),
                 "ramps",
-                f"lower bound {_sum(parts)} on device {device}, which holds at most {count(most, 'activation')}",
+                f"lower bound {_sum(terms)} on device {device}, which holds at most {count(max_held, 'activation')}",
             )
 
 
@@ -282,7 +292,7 @@ def _area(microbatches: int, graph: Microbatch, limits: tuple[float, ...]) -> It
         lifespan = 0.0
         for stage in graph.placement.stages_of(device):
             release = graph.release[stage]
-            lifespan += graph.before([graph.forward[stage]])[release] + graph.takes[release]
+            lifespan += graph.longest_from([graph.forward[stage]])[release] + graph.takes[release]
         value = lifespan * microbatches / limits[device]
         yield Bound(
             value,
@@ -307,7 +317,7 @@ def _v_shape(microbatches: int, graph: Microbatch, limits: tuple[float, ...], sp
         and not transfers
         and microbatches >= 2 * p
     ):
-        most = math.floor(max(limits))
-        value = (6 * microbatches + 6 * p - 3 * most - 1) * unit
-        peak = count(most, "stage activation")
+        max_held = math.floor(max(limits))
+        value = (6 * microbatches + 6 * p - 3 * max_held - 1) * unit
+        peak = count(max_held, "stage activation")
         yield Bound(value, "V", f"lower bound {value:g} of V schedules with a peak of {peak} (arXiv 2405.15362)")

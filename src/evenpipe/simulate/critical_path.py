@@ -63,7 +63,7 @@ def critical_path(work: Work, loop: Loop) -> CriticalPath:
     numbered = work.numbered
 
     def is_of_step(n: int) -> bool:
-        return not numbered.is_transfer(n) and work.beside.get(n, Kind.REDUCE_GRAD) in REDUCING_KINDS
+        return not numbered.is_transfer(n) and work.overlapped.get(n, Kind.REDUCE_GRAD) in REDUCING_KINDS
 
     end = loop.end[next(filter(is_of_step, reversed(loop.ended)))]
     chain = [next(n for row in work.rows for n in row if loop.end[n] == end and is_of_step(n))]

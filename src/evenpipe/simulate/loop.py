@@ -62,7 +62,7 @@ class Loop:
         for device in range(len(self.work.rows)):
             self._walk(device, 0.0)
         heap, device_of, running, due = self.heap, self.numbered.device, self.running, self.due
-        beside, first_transfer = self.work.beside, self.first_transfer
+        overlapped, first_transfer = self.work.overlapped, self.first_transfer
         now = 0.0
         while heap:
             if self.contention > 1 and self.computing != self.counted:
@@ -73,8 +73,8 @@ class Loop:
             if first_transfer <= number < 0:
                 self._carried(number, now)
                 continue
-            if number in beside:
-                if beside[number] in COPIES:
+            if number in overlapped:
+                if overlapped[number] in COPIES:
                     self.over(number, now)
                     self.copies.done(number, now)
                 else:
@@ -94,20 +94,20 @@ class Loop:
 
     def _walk(self, device: int, now: float) -> None:
         """Go on to the next pass, and start it if nothing is missing."""
-        row, at, beside, first_transfer = (
+        row, at, overlapped, first_transfer = (
             self.work.rows[device],
             self.position[device],
-            self.work.beside,
+            self.work.overlapped,
             self.first_transfer,
         )
         while at < len(row):
             number = row[at]
             if first_transfer <= number < 0:
                 self._issue(number, device, now)
-            elif number in beside:
+            elif number in overlapped:
                 self.issued[number] = now
                 self.why[number], self.who[number] = self._since(device)
-                (self.copies if beside[number] in COPIES else self.network).submit(number, now)
+                (self.copies if overlapped[number] in COPIES else self.network).submit(number, now)
             elif self.needs[number]:
                 break
             else:
@@ -132,16 +132,16 @@ class Loop:
         for waiting in self.work.waiting.get(number, ()):
             self.arrived(waiting, number, now)
 
-    def held_up(self, number: int, what: str, by: int) -> None:
+    def held_up(self, number: int, resource: str, holder: int) -> None:
         """Note that something had to wait for `what`, which was busy with `by`."""
-        self.why[number], self.who[number] = what, by
+        self.why[number], self.who[number] = resource, holder
 
     def _begin_copy(self, number: int, now: float) -> None:
         self.start[number] = now
         heappush(self.heap, (now + self.work.takes[number], number))
 
     def _line_of(self, copy: int) -> tuple[int, bool]:
-        return self.numbered.device(copy), self.work.beside[copy] is Kind.L
+        return self.numbered.device(copy), self.work.overlapped[copy] is Kind.L
 
     def _since(self, device: int) -> tuple[str, int]:
         """Why the device is not further."""
@@ -208,24 +208,24 @@ class Loop:
         """The current slowdown of compute on a device."""
         rate = self.slowdown if self.active[device] else 1.0
         if self.contention > 1 and len(self.running) > 1:
-            others = self.computing - (self.running[device] is not None)
-            rate *= 1 + (self.contention - 1) * others / (len(self.running) - 1)
+            competing = self.computing - (self.running[device] is not None)
+            rate *= 1 + (self.contention - 1) * competing / (len(self.running) - 1)
         return rate
 
     def _change_speed(self, device: int, now: float) -> None:
         """Change the speed of a running pass to the current one."""
-        number, before, after = self.running[device], self.rate[device], self._rate(device)
-        if number is not None and after != before:
-            self.rate[device] = after
-            self.left[device] = max(0.0, self.left[device] - (now - self.since[device]) / before)
+        number, previous, current = self.running[device], self.rate[device], self._rate(device)
+        if number is not None and current != previous:
+            self.rate[device] = current
+            self.left[device] = max(0.0, self.left[device] - (now - self.since[device]) / previous)
             self.since[device] = now
-            self.due[device] = now + self.left[device] * after
+            self.due[device] = now + self.left[device] * current
             heappush(self.heap, (self.due[device], number))
 
-    def arrived(self, number: int, what: int, now: float) -> None:
+    def arrived(self, number: int, awaited: int, now: float) -> None:
         """Count one need of a pass as met; `what` has just completed."""
         self.needs[number] -= 1
-        self.why[number], self.who[number] = TRANSFER, what
+        self.why[number], self.who[number] = TRANSFER, awaited
         if self.needs[number]:
             return
         device = self.numbered.device(number)

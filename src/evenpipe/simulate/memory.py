@@ -29,26 +29,28 @@ def memory_curves(program: Program, costs: Costs, work: Work, loop: Loop) -> tup
     microbatch do not add up to 0.
     """
     each = costs.by_slice(program.slices)
-    deltas = [one.memory_deltas(program.placement) for one in each]
+    deltas = [slice_costs.memory_deltas(program.placement) for slice_costs in each]
     if deltas[0] is None:
         return None
     changes: list[list[Change]] = [[] for _ in work.rows]
-    places = {n: place for row in work.rows for place, n in enumerate(row)} if costs.receive_bytes else {}
+    positions = {n: position for row in work.rows for position, n in enumerate(row)} if costs.receive_bytes else {}
     for device, (numbers, row) in enumerate(zip(work.rows, program.rows, strict=True)):
         items = (item for item in row if item is not None)
-        for place, (n, item) in enumerate(zip(numbers, items, strict=True)):
+        for position, (n, item) in enumerate(zip(numbers, items, strict=True)):
             begin, end = loop.issued.get(n, loop.start[n]), loop.end[n]
             if isinstance(item, Transfer):
                 if costs.receive_bytes and item.kind in _RECEIVED and device == item.members[1]:
                     user = max(work.waiting[n], key=loop.end.__getitem__)
-                    size, rank = each[item.slice].receive_bytes, 2 * places[user]
+                    size, rank = each[item.slice].receive_bytes, 2 * positions[user]
                     changes[device] += [(loop.posted[n], rank, size), (loop.end[user], rank + 1, -size)]
                 continue
             for part in () if program.forward_only else parts_of(item):
                 values = (deltas[part.slice] or {}).get(part.kind)
                 delta = 0.0 if values is None else values[device if part.stage is None else part.stage]
                 if delta:
-                    changes[device].append((begin, 2 * place, delta) if delta > 0 else (end, 2 * place + 1, delta))
+                    changes[device].append(
+                        (begin, 2 * position, delta) if delta > 0 else (end, 2 * position + 1, delta)
+                    )
     return tuple(_curve(device, row) for device, row in enumerate(changes))
 
 
@@ -60,8 +62,8 @@ def _curve(device: int, changes: list[Change]) -> Curve:
     low = min(accumulate(added for _, _, added in sorted(changes)))
     time, left = curve[-1]
     if abs(left) > peak * ROUNDING or -low > peak * ROUNDING:
-        what = f"{left:g} bytes are left on" if abs(left) > peak * ROUNDING else f"{low:g} bytes are held by"
+        subject = f"{left:g} bytes are left on" if abs(left) > peak * ROUNDING else f"{low:g} bytes are held by"
         raise InputError(
-            f"costs.memory: {what} device {device}; bytes that the passes of a microbatch add must sum to 0"
+            f"costs.memory: {subject} device {device}; bytes that the passes of a microbatch add must sum to 0"
         )
     return (*curve[:-1], (time, 0.0))

@@ -55,17 +55,17 @@ class Microbatch:
         """The graph. With `split` backwards are I and W, else B; `costs` by slice. Raises InputError if a kind
         has no time."""
         rules = Rules(placement, vocabulary, forward_only=forward_only)
-        times = [one.stage_times(placement) | one.device_times(placement) for one in costs]
+        times = [of_slice.stage_times(placement) | of_slice.device_times(placement) for of_slice in costs]
         takes: list[tuple[float, ...]] = []
         device_of: list[int] = []
         names: dict[Name, int] = {}
 
         def add(device: int, kind: Kind, stage: int | None) -> int:
-            found = [of_kind for of_slice in times if (of_kind := of_slice[kind]) is not None]
-            if not found:
+            slice_times = [of_kind for of_slice in times if (of_kind := of_slice[kind]) is not None]
+            if not slice_times:
                 raise InputError(f"costs.{kind.value} is missing, but a lower bound needs it; give a number or a list")
             names[device, ROLE[kind], stage] = len(takes)
-            takes.append(tuple(of_kind[device if stage is None else stage] for of_kind in found))
+            takes.append(tuple(of_kind[device if stage is None else stage] for of_kind in slice_times))
             device_of.append(device)
             return len(takes) - 1
 
@@ -81,11 +81,11 @@ class Microbatch:
                 add(device, kind, None)
         routes = range(len(takes), len(takes) + len(rules.routes))
         for route in rules.routes:
-            takes.append(tuple(one.transfer_time(route.kind, route.communicator()) for one in costs))
+            takes.append(tuple(of_slice.transfer_time(route.kind, route.communicator()) for of_slice in costs))
             device_of.append(-1)
         needs: list[list[int]] = [[] for _ in takes]
-        for (device, kind, of), node in names.items():
-            rule = rules.rule(PassGroup(device, kind, of))
+        for (device, kind, of_stage), node in names.items():
+            rule = rules.rule(PassGroup(device, kind, of_stage))
             needs[node] += [
                 names[name] for need in rule.needs if not need.step and (name := (device, *need[:2])) in names
             ]
@@ -99,7 +99,7 @@ class Microbatch:
         for node, earlier in enumerate(needs):
             order.add(node, *earlier)
         ranked = list(order.static_order())
-        rank = {node: place for place, node in enumerate(ranked)}
+        rank = {node: position for position, node in enumerate(ranked)}
         return cls(
             placement,
             [min(takes[node]) for node in ranked],
@@ -117,26 +117,26 @@ class Microbatch:
         """The time in passes, per device, on average over slices."""
         return [sum(self.mean[node] for node in nodes) for nodes in self.nodes_of]
 
-    def before(self, sources: Collection[int]) -> list[float]:
+    def longest_from(self, sources: Collection[int]) -> list[float]:
         """Return, per node, the longest path to its start from that of one of `sources`; UNREACHED without a path."""
         longest = [UNREACHED] * len(self.takes)
         for node in sources:
             longest[node] = 0.0
         for node, needs in enumerate(self.needs):
-            most = longest[node]
+            length = longest[node]
             for earlier in needs:
-                way = longest[earlier] + self.takes[earlier]
-                most = max(most, way)
-            longest[node] = most
+                path = longest[earlier] + self.takes[earlier]
+                length = max(length, path)
+            longest[node] = length
         return longest
 
-    def behind(self, targets: Collection[int]) -> list[float]:
+    def longest_to(self, targets: Collection[int]) -> list[float]:
         """Return, per node, the longest path from its end to the end of one of `targets`; UNREACHED without a path."""
         longest = [UNREACHED] * len(self.takes)
         for node in targets:
             longest[node] = 0.0
         for node in reversed(range(len(self.takes))):
-            way = longest[node] + self.takes[node]
+            path = longest[node] + self.takes[node]
             for earlier in self.needs[node]:
-                longest[earlier] = max(longest[earlier], way)
+                longest[earlier] = max(longest[earlier], path)
         return longest

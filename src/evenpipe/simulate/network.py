@@ -39,7 +39,7 @@ class Network:
 
     def __init__(self, work: Work, loop: Loop) -> None:
         self.work, self.loop = work, loop
-        self.shared = any(kind in SHARDING_KINDS and work.takes[n] for n, kind in work.beside.items())
+        self.shared = any(kind in SHARDING_KINDS and work.takes[n] for n, kind in work.overlapped.items())
         """Whether any collective takes time."""
         self._queues: defaultdict[int, deque[int]] = defaultdict(deque)  # by device; the first collective runs
         self._hops: defaultdict[int, set[int]] = defaultdict(set)

@@ -100,7 +100,7 @@ def makespan(program: Program, costs: Costs) -> float:
     """`simulate(program, costs).makespan`, without a timeline. Errors as of `simulate`."""
     work, loop = _run(program, costs)
     of_passes = (n for row in work.rows for n in row if not work.numbered.is_transfer(n))
-    steps = [n for n in of_passes if work.beside.get(n) not in COPIES]
+    steps = [n for n in of_passes if work.overlapped.get(n) not in COPIES]
     return max(loop.end[n] for n in steps) - min(loop.start[n] for n in steps)
 
 
@@ -121,12 +121,12 @@ def _idle(work: Work, loop: Loop, makespan: float) -> tuple[tuple[dict[str, floa
         waits: dict[str, float] = {}
         clock = lost = 0.0
         for n in row:
-            if n in work.beside or work.numbered.is_transfer(n):
+            if n in work.overlapped or work.numbered.is_transfer(n):
                 continue
             if loop.start[n] > clock:
                 assert loop.why[n] == TRANSFER
-                what = work.numbered.item(loop.who[n], device).kind.value
-                waits[what] = waits.get(what, 0.0) + loop.start[n] - clock
+                kind = work.numbered.item(loop.who[n], device).kind.value
+                waits[kind] = waits.get(kind, 0.0) + loop.start[n] - clock
             clock = loop.end[n]
             lost += (clock - loop.start[n] - work.takes[n]) if max(loop.slowdown, loop.contention) > 1 else 0.0
         if makespan > clock:

@@ -34,44 +34,44 @@ def slacks(work: Work, loop: Loop, engine: CopyEngine) -> Slacks:
     If several passes would lengthen the step first, it names one that needs the event; if none does, the next one of
     its device.
     """
-    behind = _behind(work, loop, engine)
-    is_transfer, beside, start, end = work.numbered.is_transfer, work.beside, loop.start, loop.end
-    finish = max(end[n] for n in loop.ended if not is_transfer(n) and beside.get(n) not in COPIES)
+    successors = _successors(work, loop, engine)
+    is_transfer, overlapped, start, end = work.numbered.is_transfer, work.overlapped, loop.start, loop.end
+    finish = max(end[n] for n in loop.ended if not is_transfer(n) and overlapped.get(n) not in COPIES)
     result: Slacks = {}
     latest: dict[int, float] = {}  # starts
     for n in reversed(loop.ended):
-        others = (*work.waiting.get(n, ()), *behind[n])
-        limit = min((latest[other] for other in others), default=finish)
-        first = next((other for other in others if latest[other] <= limit + ROUNDING * finish), None)
-        if first is not None and (first in beside or is_transfer(first)):
+        followers = (*work.waiting.get(n, ()), *successors[n])
+        limit = min((latest[follower] for follower in followers), default=finish)
+        first = next((follower for follower in followers if latest[follower] <= limit + ROUNDING * finish), None)
+        if first is not None and (first in overlapped or is_transfer(first)):
             first = result[first][1]  # on the way to a pass
         result[n] = (limit - end[n], first)
         latest[n] = limit - (end[n] - start[n])
     return result
 
 
-def _behind(work: Work, loop: Loop, engine: CopyEngine) -> defaultdict[int, list[int]]:
+def _successors(work: Work, loop: Loop, engine: CopyEngine) -> defaultdict[int, list[int]]:
     """By number, what cannot start before its end on the same device, and in the same queue."""
-    behind: defaultdict[int, list[int]] = defaultdict(list)
+    successors: defaultdict[int, list[int]] = defaultdict(list)
     for row in work.rows:
         last = None
         for n in row:
             if last is not None:
-                behind[last].append(n)
-            if n not in work.beside and not work.numbered.is_transfer(n):
+                successors[last].append(n)
+            if n not in work.overlapped and not work.numbered.is_transfer(n):
                 last = n
     ends: dict[Hashable, int] = {}  # the last one so far of each queue
     for n in loop.ended:
         for queue in _queues(work, engine, n):
             if queue in ends:
-                behind[ends[queue]].append(n)
+                successors[ends[queue]].append(n)
             ends[queue] = n
-    return behind
+    return successors
 
 
 def _queues(work: Work, engine: CopyEngine, n: int) -> Iterator[Hashable]:
     """What carries one transfer, copy or collective over replicas at a time, and carried this one."""
-    numbered, kind = work.numbered, work.beside.get(n)
+    numbered, kind = work.numbered, work.overlapped.get(n)
     if numbered.is_transfer(n):
         queue = work.queue[(n + numbered.transfers) // numbered.units]
         if queue >= 0:

@@ -23,34 +23,34 @@ def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop, late: Sl
 
     late: the slack of all events, if they are to have it.
     """
-    events, beside = [], []
-    behind: dict[int, Cause] = {}  # the shared cause "busy with pass n"
+    rows, overlapped_rows = [], []
+    busy_causes: dict[int, Cause] = {}  # the shared cause "busy with pass n"
     for device, row in enumerate(work.rows):
         computed: list[Event] = []
-        others: list[Event] = []
+        overlapped: list[Event] = []
         present = (item for item in program.rows[device] if item is not None)
         items: dict[int, Item] = dict(zip(row, present, strict=True))
         for n, item in items.items():
-            cause = behind.get(loop.who[n]) if loop.why[n] == DEVICE else None
+            cause = busy_causes.get(loop.who[n]) if loop.why[n] == DEVICE else None
             if cause is None:
                 cause = cause_of(work, loop, n, device, items)
                 if cause.resource == DEVICE:
-                    behind[loop.who[n]] = cause
+                    busy_causes[loop.who[n]] = cause
             slack = _slack(work, *late[n]) if late else None
             event = Event(device, item, loop.start[n], loop.end[n], cause, slack)
-            (others if n in work.beside or isinstance(item, Transfer) else computed).append(event)
-        others.sort(key=attrgetter("start"))
-        events.append(tuple(computed))
-        beside.append(tuple(others))
+            (overlapped if n in work.overlapped or isinstance(item, Transfer) else computed).append(event)
+        overlapped.sort(key=attrgetter("start"))
+        rows.append(tuple(computed))
+        overlapped_rows.append(tuple(overlapped))
     memory = memory_curves(program, costs, work, loop)
-    copies = any(kind in COPIES for kind in work.beside.values())
-    alike = replace(costs, bytes=1.0, memory=None, slices={})
-    on_device = memory_curves(program, alike, work, loop) if copies else None
+    copies = any(kind in COPIES for kind in work.overlapped.values())
+    uniform = replace(costs, bytes=1.0, memory=None, slices={})
+    on_device = memory_curves(program, uniform, work, loop) if copies else None
     placement = program.placement
     return Timeline(
-        tuple(events),
+        tuple(rows),
         costs.stage_bytes(placement),
-        tuple(beside),
+        tuple(overlapped_rows),
         memory,
         on_device,
         placement,

@@ -24,7 +24,7 @@ class Work:
         takes: by number, the time that it takes alone.
         needs: by number of a pass, how many transfers and passes beside compute it waits for.
         waiting: by number of those, the passes that wait for it.
-        beside: the kind of each pass that runs beside compute, by number.
+        overlapped: the kind of each pass that runs beside compute, by number.
         queue: by number of a route, that of its communicator; -1 without a queue. There are `queues`.
     """
 
@@ -35,8 +35,8 @@ class Work:
             check_program(program).raise_if_faulty()
         self.rows = self.numbered.rows
         self.takes = self.numbered.durations(costs)
-        self.beside: dict[int, Kind] = {}
-        self._time_what_runs_beside(costs)
+        self.overlapped: dict[int, Kind] = {}
+        self._time_overlapped(costs)
         self.queue: list[int] = []
         self._time_transfers(costs)
         self.queues = max(self.queue, default=-1) + 1
@@ -50,18 +50,18 @@ class Work:
         assert isinstance(item, Pass)
         return item
 
-    def _time_what_runs_beside(self, costs: Costs) -> None:
+    def _time_overlapped(self, costs: Costs) -> None:
         numbered, placement = self.numbered, self.program.placement
-        copy_times = [one.copy_times(placement) for one in costs.by_slice(numbered.slices)]
+        copy_times = [slice_costs.copy_times(placement) for slice_costs in costs.by_slice(numbered.slices)]
         for group, first in numbered.groups.items():
             if group.kind in COPIES and group.stage is not None:
                 for n in range(first, first + numbered.units):
                     self.takes[n] = copy_times[n % numbered.slices][group.kind][group.stage]
-                    self.beside[n] = group.kind
+                    self.overlapped[n] = group.kind
         sharding_times = costs.sharding_times(placement)
         for n, (device, _, item, _) in numbered.apart.items():
             if item.kind in SHARDING_KINDS:
-                self.beside[n] = item.kind
+                self.overlapped[n] = item.kind
                 times = sharding_times.get(item.kind)
                 self.takes[n] = 0.0 if times is None else times[device if item.stage is None else item.stage]
 
@@ -70,19 +70,21 @@ class Work:
         communicators: dict[str, int] = {}
         for route in numbered.rules.routes:
             name = route.communicator()
-            times = [one.transfer_time(route.kind, name) for one in each]
+            times = [slice_costs.transfer_time(route.kind, name) for slice_costs in each]
             self.takes[numbered.place_of(route)] = times * (numbered.units // numbered.slices)
             queued = costs.link(route.kind, name) is not None
             self.queue.append(communicators.setdefault(name, len(communicators)) if queued else -1)
 
     def _count_needs(self) -> None:
-        numbered, beside = self.numbered, self.beside
+        numbered, overlapped = self.numbered, self.overlapped
         for device, row in enumerate(self.rows):
             for n in row:
                 if not numbered.is_transfer(n):
                     for step in numbered.needs[numbered.rule[n]]:
                         needed = n + step
-                        if numbered.is_transfer(needed) or (needed in beside and numbered.position[needed] != ABSENT):
+                        if numbered.is_transfer(needed) or (
+                            needed in overlapped and numbered.position[needed] != ABSENT
+                        ):
                             self._wait(n, needed)
             self._wait_for_parameters(device, row)
 
