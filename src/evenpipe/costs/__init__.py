@@ -1,7 +1,7 @@
 """Costs from measurements: traces of real steps become the times for the simulator.
 
-`costs_of` takes means within a step and medians over steps, `write_costs` writes them to a cost file, and
-`with_backward` returns orders that measure every kind of pass.
+`costs_of` takes means within a step and medians over steps, `write_costs` writes the result to a cost file, and
+`with_backward` returns orders for measuring every kind of pass.
 """
 
 from __future__ import annotations

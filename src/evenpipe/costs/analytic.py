@@ -4,24 +4,26 @@
     streaming   bytes / bandwidth + operations
     attention   FLOPs of the unmasked pairs / the speed of fused attention; the backward has 2.5 times as many (five
                 products, one of them recomputed)
-    tensor      two blocks per layer (attention, MLP): F gathers the input of each and sums its result, I gathers the
-                result's gradient and sums the input's; a repeated forward leaves out its last sum, or with "selective"
-                all sums. Unless `Setting.overlaps` none of that overlaps; otherwise each exchange runs beside the
-                product that needs or makes its rows, but for one piece of as many as there are ranks. W gathers each
-                input again during the products before those that need it (but the first of a pass, see `step.py`), B
-                while input gradients are computed, and B sums the input's gradient while weight gradients are computed:
-                the longer counts. A repeated forward keeps the whole input. Streamed tensors are split too. Without
-                sequence parallelism, two all-reduces forward and two backward
+    tensor      two blocks per layer (attention, MLP): F all-gathers the input of each block and reduce-scatters its
+                result, I all-gathers the gradient of the result and reduce-scatters that of the input; recomputation
+                skips the last reduce-scatter, or with "selective" every one. Without `Setting.overlaps` nothing
+                overlaps; otherwise each exchange overlaps with the product that uses or produces its rows, except for
+                one of its chunks (there are as many as ranks). The all-gather of each input for W overlaps with the
+                preceding products (except the first of a pass, see `step.py`), in B with the input gradients, and the
+                reduce-scatter in B with the weight gradients: the longer of the two counts. Recomputation keeps the
+                whole input. Streamed tensors are split too. Without sequence parallelism there are two all-reduces in
+                the forward and two in the backward
     vocabulary  tensor ranks gather X and their statistics in S, and sum dX in C or T; those of the first stage sum the
                 rows of the embedding in F, and their gradients in B or I; each column carries its share of X and dX
-    experts     grouped products, beside which rows travel between the replicas that share them (`experts.overlap`)
-    context     every attention layer exchanges keys and values, or heads for tokens (`model/context_exchange.py`), in F
-                and in the backward, once more in a repeated forward, and copies what it sends and receives. None of
-                that overlaps. Every device has the same share of the unmasked pairs
+    experts     grouped products, overlapped with the exchange of rows between the replicas that share the experts
+                (`experts.overlap`)
+    context     every attention layer exchanges keys and values, or heads for tokens (`model/context_exchange.py`), in
+                F, in the backward and in recomputation, and copies what it sends and receives. None of this overlaps.
+                Every device has the same share of the unmasked pairs
 
-F runs all of a layer once; I its products again, for the gradients of their inputs, with the backward of attention and
-streaming; W the products a third time, adding the results to gradients. tests/costs/test_analytic.py compares
-with measurements.
+F runs every operation of a layer once. I runs as many products, for the input gradients, and the backward of attention
+and streaming. W runs as many products again, for the weight gradients, and accumulates the results.
+tests/costs/test_analytic.py compares these times with measurements.
 """
 
 from __future__ import annotations
@@ -55,10 +57,10 @@ from .work import (
 )
 
 BESIDE_COLLECTIVES = {"vocab-1": 1.065, "vocab-2": 1.065, "interlaced": 1.02}
-"""Factor on the passes of stages while collectives of the vocabulary layers run beside them and use multiprocessors and
+"""Slowdown of stage passes that overlap with collectives of the vocabulary layers, which use multiprocessors and
 bandwidth, by mode. Fitted to F and B of the published runs on A100 with and without vocabulary passes (arXiv
-2411.05288, artifact), 1.05 to 1.09, and 1.01 to 1.03 interlaced, where all devices wait for the collectives of the
-output layer and only those of the embedding run beside passes; CPUs have the measured `Hardware.contention`."""
+2411.05288, artifact): 1.05 to 1.09, and 1.01 to 1.03 for interlaced, where all devices wait for the collectives of the
+output layer and only those of the embedding overlap. CPUs use the measured `Hardware.contention` instead."""
 
 UNFUSED_BYTES = {"eager": (24, 30), "unfused": (13, 19)}
 """Bytes per query and key that attention without a fused kernel reads and writes, forward and backward. "eager":
@@ -77,7 +79,7 @@ class Implementation(NamedTuple):
     attention: str = "sdpa"
     """As `Kernels.attention`."""
     adds_weight_gradients: bool = False
-    """The product for a weight gradient adds to the gradient directly; otherwise it first makes a new tensor."""
+    """The product for a weight gradient accumulates directly; otherwise it first makes a new tensor."""
     products: str = "compute"
     """As `Kernels.products`."""
     saves_casts: bool = False
@@ -87,20 +89,20 @@ class Implementation(NamedTuple):
     stops_early: bool = True
     """A recomputed layer stops after the last tensor that its backward needs; otherwise it runs to its end."""
     halves_selective: bool = False
-    """Selective checkpointing computes every second product again, not only what runs between them."""
+    """Selective checkpointing recomputes every second product, not only the operations between products."""
     waits_for_transfers: bool = False
-    """Passes begin when what the one before has sent is there, on both devices."""
+    """A transfer between stages blocks both devices: no pass runs until it has arrived."""
     overlaps_tensor_ranks: bool = True
     """As `Framework.overlaps_tensor_ranks`."""
     exchanges: str = "stages"
     """As `Framework.exchanges`."""
     ours: bool = True
-    """Whether evenpipe runs it, not another framework."""
+    """Whether this is evenpipe itself, not another framework."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How a device computes: everything that pass times depend on besides the model and its split."""
+    """How a device computes: everything except the model and its split that pass times depend on."""
 
     hardware: Hardware
     axes: Axes
@@ -108,18 +110,18 @@ class Setting:
     dtype: str
     """Type of products and activations: "bf16" or "fp32"."""
     gradient_element: int = 4
-    """Bytes of one number of a sum of gradients."""
+    """Bytes per element of accumulated gradients."""
     microbatch_size: int
     """Sequences per microbatch."""
     sequence: int
     """Tokens per sequence."""
     sequence_parallel: bool = True
     overlaps: bool = False
-    """Tensor ranks exchange rows beside products."""
+    """Tensor ranks overlap the exchange of rows with products."""
     recomputes_logits: bool = False
-    """T of evenpipe's loss computes the logits again."""
+    """T of evenpipe's loss recomputes the logits."""
     correction: Correction = NO_CORRECTION
-    """From measured passes of this model."""
+    """Derived from measured passes of this model."""
 
     def __post_init__(self) -> None:
         for dtype in (self.dtype, self.product_dtype):
@@ -132,7 +134,7 @@ class Setting:
 
     @property
     def casts(self) -> bool:
-        """Whether products of layers read operands that are cast to 8 bits."""
+        """Whether the operands of layers' products are cast to 8 bits."""
         return self.kernels.products != "compute"
 
     @property
@@ -141,12 +143,12 @@ class Setting:
         return "fp8" if self.casts else self.dtype
 
     def without_casts(self) -> Setting:
-        """Return the same with all products in the type of activations."""
+        """Return the same setting with all products in the dtype of activations."""
         return replace(self, kernels=self.kernels._replace(products="compute")) if self.casts else self
 
     @property
     def tensor(self) -> int:
-        """Size of the tensor axis: parts of every matrix."""
+        """Size of the tensor axis: shards of every matrix."""
         return self.axes.tensor.size
 
     @cached_property
@@ -161,12 +163,12 @@ class Setting:
         return self.axes.pieces.span or (0, self.sequence)
 
     def on(self, span: tuple[int, int] | None) -> Setting:
-        """Return the same for a slice; None: for whole sequences."""
+        """Return the same setting for a slice, or for whole sequences if `span` is None."""
         return replace(self, axes=replace(self.axes, pieces=replace(self.axes.pieces, span=span)))
 
     def unfused_attention(self, work: LayerWork) -> tuple[int, int] | None:
-        """Return the bytes per pair that attention reads and writes between its products, forward and backward; None
-        for a fused kernel."""
+        """Return the bytes per query-key pair that attention reads and writes between its products, forward and
+        backward; None for a fused kernel."""
         attention, uncut = self.kernels.attention, self.axes.context.size == 1 and self.axes.pieces.span is None
         return UNFUSED_BYTES.get("eager" if work.eager and uncut and attention == "sdpa" else attention)
 
@@ -178,12 +180,12 @@ class Setting:
 
     @cached_property
     def element(self) -> int:
-        """Bytes of one number."""
+        """Bytes per element of activations."""
         return ELEMENT_BYTES[self.dtype]
 
     @cached_property
     def hidden_share(self) -> float:
-        """Share of tensors as wide as the hidden states that a device of the tensor axis holds."""
+        """Share of each tensor of hidden size that a tensor rank holds."""
         return 1 / self.tensor if self.sequence_parallel else 1.0
 
     def hop_bytes(self, hidden_size: int) -> float:
@@ -191,14 +193,14 @@ class Setting:
         return self.tokens * hidden_size * self.element * self.hidden_share
 
     def exchange_seconds(self, hidden_size: int) -> float:
-        """Time in which tensor ranks gather or sum hidden states of all tokens."""
+        """Time of an all-gather or reduce-scatter of hidden states over tensor ranks."""
         return self.axes.tensor.gather_seconds(self.hardware, self.tokens * hidden_size * self.element)
 
     # --- one matrix ------------------------------------------------------------------------------------------
 
     def product_seconds(self, product: Product, which: str = "forward") -> float:
         """Return the time of one of the three products of a matrix, split over the tensor axis: "forward", "inputs"
-        (the gradient of its input) or "weights" (dW, which is added to a sum in fp32)."""
+        (the gradient of its input) or "weights" (dW, which is accumulated in fp32)."""
         size = product.parameters / self.tensor
         tokens = self.tokens * product.met / product.copies
         flops = self.tokens * product.flops / self.tensor / product.copies
@@ -228,33 +230,33 @@ class LayerTime:
 
     forward: float = 0.0
     bare: float = 0.0
-    """A forward that keeps only its input."""
+    """F that saves only its input."""
     inputs: float = 0.0
     weights: float = 0.0
     full_backward: float = 0.0
-    """B: both in one, without recomputation."""
+    """B, which computes both gradients, without recomputation."""
     weights_repeated: float = 0.0
-    """W of a layer whose forward was repeated: tensor ranks have its whole input."""
+    """W after recomputation, when tensor ranks already hold the whole input."""
     full_backward_repeated: float = 0.0
-    """B likewise."""
+    """B after recomputation, likewise."""
     recompute_selective: float = 0.0
-    """Recomputation if the results of products and attention are kept."""
+    """Recomputation if the results of products and attention were saved."""
     recompute_full: float = 0.0
-    """The same if only the layer's input is kept."""
+    """Recomputation if only the layer's input was saved."""
     exchanged: LayerTime | None = None
-    """Of these times, those in which only tensor ranks exchange rows; None with one rank."""
+    """The part of these times in which tensor ranks only exchange rows; None with one rank."""
     across: LayerTime | None = None
-    """Those in which context ranks or members of an expert group exchange something across nodes; None if none do."""
+    """The part in which context ranks or members of an expert group communicate across nodes; None if none do."""
 
     @property
     def backward(self) -> float:
-        """The shorter of the whole and the split backward."""
+        """The shorter of the full backward and the split one."""
         return min(self.full_backward, self.inputs + self.weights)
 
     # Below, `checkpointing` is one of the policies "none", "selective", "full".
 
     def extra(self, checkpointing: str) -> float:
-        """Return how much longer forward and backward take than without recomputation."""
+        """Return the time that recomputation adds to forward and backward."""
         weights, full_backward = self.weights_of(checkpointing), self.full_backward_of(checkpointing)
         backward = self.recompute(checkpointing) + min(full_backward, self.inputs + weights)
         return self.forward_of(checkpointing) + backward - self.forward - self.backward
@@ -264,7 +266,7 @@ class LayerTime:
         return self.bare if checkpointing == "full" else self.forward
 
     def recompute(self, checkpointing: str) -> float:
-        """Return the recomputation in the backward."""
+        """Return the time of recomputation in the backward."""
         return {"none": 0.0, "selective": self.recompute_selective, "full": self.recompute_full}[checkpointing]
 
     def weights_of(self, checkpointing: str) -> float:
@@ -272,7 +274,7 @@ class LayerTime:
         return self.weights if checkpointing == "none" else self.weights_repeated
 
     def full_backward_of(self, checkpointing: str) -> float:
-        """Return B without the recomputation."""
+        """Return B without its recomputation."""
         return self.full_backward if checkpointing == "none" else self.full_backward_repeated
 
 
@@ -299,7 +301,7 @@ def _sum(times: Sequence[LayerTime]) -> LayerTime:
 
 
 def _transfers(forward: float, inputs: float, full_backward: float, recompute: tuple[float, float]) -> LayerTime:
-    """Return times in which something travels. again: with selective and full recomputation."""
+    """Return times of communication. recompute: with selective and with full recomputation."""
     return LayerTime(
         forward=forward,
         bare=forward,
@@ -312,8 +314,7 @@ def _transfers(forward: float, inputs: float, full_backward: float, recompute: t
 
 
 def _between_pieces(attention: Attention, setting: Setting) -> LayerTime:
-    """Return the times in which the devices that share a sequence exchange what attention needs, and compute
-    nothing."""
+    """Return the times in which context ranks only exchange what attention needs, and compute nothing."""
     axis, hardware, pieces = setting.axes.context, setting.hardware, setting.axes.pieces
     local_bytes = setting.tokens * setting.element
 
@@ -340,14 +341,14 @@ def _between_pieces(attention: Attention, setting: Setting) -> LayerTime:
 
 
 def _computed(work: LayerWork, setting: Setting) -> LayerTime:
-    """Return the times without the exchange of tensor ranks."""
+    """Return the times without communication between tensor ranks."""
     hardware, tokens = setting.hardware, setting.tokens
     products, inputs, weights = (
         sum(setting.product_seconds(product, which) for product in work.dense)
         for which in ("forward", "inputs", "weights")
     )
     attention, attention_backward = _attention(work, setting)
-    # Without sequence parallelism only the bytes of heads and the MLP are split, assumed to be half.
+    # Without sequence parallelism only the bytes of attention heads and the MLP are split: half of all, by assumption.
     share = 1 / setting.tensor if setting.sequence_parallel else (1 + 1 / setting.tensor) / 2
     streamed = tokens * streamed_forward(work, setting.element, setting.kernels.fused) * share
     operations = operations_forward(setting.kernels.fused)
@@ -379,7 +380,7 @@ def _corrected(
     full_backward: float,
     recompute: Mapping[str, float],
 ) -> LayerTime:
-    """Return the times of what tensor ranks do not exchange, corrected by measurements."""
+    """Return the given times, which exclude communication of tensor ranks, corrected by measurements."""
     correction = setting.correction
     return LayerTime(
         forward=correction["F"] * forward,
@@ -395,14 +396,14 @@ def _corrected(
 
 
 def _of_experts(work: LayerWork, experts: ExpertWork, setting: Setting) -> LayerTime:
-    """Return the times of experts, with their exchange."""
+    """Return the times of experts, including the exchange of their rows."""
     passes, activation = times_of_experts(experts, work.hidden_size, setting)
     recompute = {"selective": activation, "full": passes.R if setting.kernels.stops_early else passes.F}
     return _corrected(setting, passes.F, inputs=passes.I, weights=passes.W, full_backward=passes.B, recompute=recompute)
 
 
 def _between_members(work: LayerWork, experts: ExpertWork, setting: Setting) -> LayerTime:
-    """Return the times in which rows travel between the members of an expert group, whatever runs beside."""
+    """Return the times of the exchange between the members of an expert group, whether or not it is overlapped."""
     one_way = one_way_seconds(experts, work.hidden_size, setting)
     return _transfers(
         2 * one_way, 2 * one_way, 2 * one_way, (0.0, one_way if setting.kernels.stops_early else 2 * one_way)
@@ -414,7 +415,7 @@ BLOCKS = 2
 
 
 def _exchanged(work: LayerWork, setting: Setting) -> LayerTime:
-    """Return the times in which tensor ranks exchange rows and compute nothing."""
+    """Return the times in which tensor ranks only exchange rows, and compute nothing."""
     correction, exchange = setting.correction.exchange, setting.exchange_seconds(work.hidden_size)
     gathered, summed = (
         _exposed(work, setting, exchange, "forward", of_results=of_results) for of_results in (False, True)
@@ -426,7 +427,7 @@ def _exchanged(work: LayerWork, setting: Setting) -> LayerTime:
     summing, recompute_full = BLOCKS * exchange, gathered + summed
     if setting.sequence_parallel:
         recompute_full -= summed / BLOCKS if work.last is not None and setting.kernels.stops_early else 0.0
-        recompute_selective = BLOCKS * exchange  # it has kept the sums
+        recompute_selective = BLOCKS * exchange  # the reduce-scattered results were saved
         if work.gathered:
             made_before = sum(setting.product_seconds(product, "weights") for product in work.dense) / len(
                 work.gathered
@@ -452,8 +453,8 @@ def _exchanged(work: LayerWork, setting: Setting) -> LayerTime:
 
 
 def _exposed(work: LayerWork, setting: Setting, exchange: float, which: str, *, of_results: bool) -> float:
-    """Return the time in which a layer's blocks exchange the rows of their inputs, or `of_results`, and compute
-    nothing. once: of one exchange. which: the product that needs or makes them."""
+    """Return the time in which a layer's blocks only exchange the rows of their inputs, or `of_results`, and compute
+    nothing. exchange: time of one exchange. which: the product that uses or produces the rows."""
     if not setting.overlaps:
         return BLOCKS * exchange
     overlapped = [sum(setting.product_seconds(product, which) for product in block) for block in work.gathered]
@@ -465,7 +466,7 @@ def _exposed(work: LayerWork, setting: Setting, exchange: float, which: str, *, 
 
 
 def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
-    """Return forward and backward of attention itself."""
+    """Return the forward and backward time of attention itself."""
     sizes = work.attention
     if not sizes.heads:
         return 0.0, 0.0
@@ -486,7 +487,7 @@ def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadTime:
-    """Seconds of an output layer, or of one shard of it, per microbatch: its three products, and the loss."""
+    """Seconds per microbatch of an output layer or of one shard of it: its three products and the loss."""
 
     forward: float
     inputs: float
@@ -514,7 +515,7 @@ def head_time(hidden_size: int, rows: float, setting: Setting) -> HeadTime:
     )
     recomputes = loss == "chunked" or (loss == "evenpipe" and setting.recomputes_logits)
     recompute = setting.product_seconds(matrix) if recomputes else 0.0
-    # With one barrier, as in measurements, S has the first three of these, and T the others.
+    # With one barrier, as in measurements, S runs the first three of these and T the last two.
     first, second = setting.correction["S"], setting.correction["T"]
     return HeadTime(
         forward=first * setting.product_seconds(matrix),
@@ -526,8 +527,8 @@ def head_time(hidden_size: int, rows: float, setting: Setting) -> HeadTime:
 
 
 def whole_head_time(hidden_size: int, rows: int, setting: Setting) -> dict[str, float]:
-    """Return the seconds that the whole output layer adds to F, B, I and W of the last stage, per microbatch: measured
-    times if there are any; otherwise they follow from the shards."""
+    """Return the seconds that an unsharded output layer adds to F, B, I and W of the last stage, per microbatch: from
+    measurements if there are any, otherwise from the times of shards."""
     factors = setting.correction.factors
     shards = _added(head_time(hidden_size, rows, setting))
     plain = _added(head_time(hidden_size, rows, replace(setting, correction=NO_CORRECTION)))

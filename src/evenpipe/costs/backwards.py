@@ -1,7 +1,7 @@
-"""Orders for measurements: the same order with whole, split or recomputed backwards, and without overlap.
+"""Orders for measurements: the same order with full, split or recomputed backwards, and without overlap.
 
-A cost file should have every kind of pass, but an order has either B or I and W, and R or not. Each of the first three
-loads all devices as the order itself does; the last one shows the time of a pass alone.
+A cost file should have every kind of pass, but an order has either B or I and W, and may have no R. Each of the first
+three keeps all devices as busy as the order itself does; the last one shows the time of a pass that runs alone.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from evenpipe.schedule import Costs, Kind, Order, Pass, parts_of
 from evenpipe.words import unknown
 
 BACKWARDS = ("whole", "split", "recomputed")
-"""B; I, with W as in the order, or else after the device's next I; and B after R. W is separated from its I so that it
-runs later, and finds less of its data in caches than directly after its I."""
+"""B; I, with W where the order has it, or else after the device's next I; and B after R. W does not directly follow its
+I, because it would then find more of its data in caches than it usually does."""
 
 
 def with_backward(order: Order, backward: str) -> Order:
-    """Return `order` with every backward as in `backward`, one of `BACKWARDS`; passes that run as one are separated."""
+    """Return `order` with every backward as in `backward`, one of `BACKWARDS`; joint passes are separated."""
     if backward not in BACKWARDS:
         raise unknown("backward", backward, BACKWARDS)
     rows = tuple(tuple(_row(list(order.passes(device)), backward)) for device in range(order.devices))
@@ -51,11 +51,13 @@ def _as(item: Pass, kind: Kind) -> Pass:
 
 
 def completed(costs: Costs, other: Costs) -> Costs:
-    """Return `costs` with the kinds of backward that only `other` has, from another order of `with_backward`.
+    """Return `costs` with the kinds of backward that only `other` has, which was measured with another order of
+    `with_backward`.
 
-    Both have a list per kind. A forward that keeps nothing, or whose backward is split, takes a different time. The
-    difference of F to the other order is added to the first kind that is taken over, I, R or B, so that the total time
-    of a microbatch is unchanged; at most half of a pass, because a larger difference is not an effect of caches.
+    Both have a list per kind. A forward that saves nothing, or whose backward is split, takes a different time. The
+    difference in F between the two orders is added to the first kind copied from `other`, I, R or B, so that the total
+    time of a microbatch is unchanged. At most half of a pass is subtracted, because caches do not explain a larger
+    difference.
     """
     assert isinstance(costs.F, tuple) and isinstance(other.F, tuple)
     missing = {kind: getattr(other, kind) for kind in "IWRB" if getattr(costs, kind) is None}
@@ -67,9 +69,9 @@ def completed(costs: Costs, other: Costs) -> Costs:
 
 
 def one_by_one(order: Order) -> Order:
-    """Return `order` with one microbatch after the other: hardly any devices compute at the same time.
+    """Return `order` with one microbatch after the other, so that devices hardly ever compute at the same time.
 
-    What a pass needs is of its own microbatch, so rows sorted by microbatch are sound.
+    A pass depends only on passes of its own microbatch, so rows sorted by microbatch are valid.
     """
     rows = tuple(
         tuple(sorted((part for item in order.passes(device) for part in parts_of(item)), key=_microbatch))

@@ -1,8 +1,8 @@
 """Time of collectives: rings over the devices of one axis, inside a node and across nodes.
 
-A ring of n devices moves (n - 1) / n of the bytes past each of them per gathering or scattering, and begins with one
-latency for each doubling of n (NCCL's tree for small messages). If members of an axis share a node, the rings that
-leave it use the network cards of all of them, up to the bandwidth inside.
+In an all-gather or reduce-scatter over a ring of n devices, (n - 1) / n of the bytes pass through each device, after
+log2(n) latencies, rounded up (NCCL's tree for small messages). If members of an axis share a node, rings across nodes
+use the network cards of all these members, up to the bandwidth inside the node.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from .hardware import Hardware, Wire
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """`size` devices that communicate with each other: every `stride`-th one of the machine."""
+    """`size` devices that communicate with each other: every `stride`-th device of the cluster."""
 
     size: int
     stride: int = 1
 
     def inside_node(self, hardware: Hardware) -> bool:
-        """Return whether all of them share a node."""
+        """Return whether all devices of the axis share a node."""
         return self.size * self.stride <= hardware.devices_per_node
 
     def local(self, hardware: Hardware) -> int:
-        """Return how many of them share a node."""
+        """Return how many devices of the axis share a node."""
         return max(1, min(self.size, hardware.devices_per_node // self.stride))
 
     def wire(self, hardware: Hardware) -> Wire:
-        """Return the wire that limits a ring over them."""
+        """Return the wire that limits a ring over the axis."""
         if self.inside_node(hardware):
             return hardware.inside
         bandwidth = min(hardware.inside.bandwidth, hardware.across.bandwidth * self.local(hardware))
         return Wire(latency_seconds=hardware.across.latency_seconds, bandwidth=bandwidth)
 
     def hop_seconds(self, hardware: Hardware, size: float) -> float:
-        """Return the time from one of them to the next, for the slowest hop."""
+        """Return the time of the slowest hop between neighbours."""
         if self.size == 1:
             return 0.0
         return (hardware.inside if self.inside_node(hardware) else hardware.across).seconds(size)
@@ -52,20 +52,20 @@ class Axis:
         return self._ring(hardware, size)
 
     def exchange_seconds(self, hardware: Hardware, size: float) -> float:
-        """Return the time in which each sends every other one its part of `size` bytes (all-to-all): inside the node
-        and across nodes at the same time, across by its own network card."""
+        """Return the time of an all-to-all of `size` bytes per device: inside the node and across nodes at the same
+        time, where each device uses its own network card across nodes."""
         if self.size == 1:
             return 0.0
         return self.latency_seconds(hardware) + size * (self.size - 1) / self.size / self.exchange_bandwidth(hardware)
 
     def exchange_bandwidth(self, hardware: Hardware) -> float:
-        """Return the bytes per second that each of several sends to the others in such an exchange."""
+        """Return the bytes per second that each of several devices sends to the others in an all-to-all."""
         local = self.local(hardware)
         inside, across = (local - 1) / hardware.inside.bandwidth, (self.size - local) / hardware.across.bandwidth
         return (self.size - 1) / max(inside, across)
 
     def latency_seconds(self, hardware: Hardware) -> float:
-        """Return the time in which they exchange nothing."""
+        """Return the time of an all-to-all of 0 bytes."""
         wire = hardware.inside if self.inside_node(hardware) else hardware.across
         return wire.latency_seconds * self._doublings
 
@@ -82,15 +82,15 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """How attention finds the rest of a sequence that is cut: over the context axis, into slices, or both."""
+    """How attention gets the rest of a sequence that is cut over the context axis, into slices, or both."""
 
     exchange: str = "keys"
-    """Between devices of the context axis: "keys", "heads", or, as other frameworks gather keys, "ring": from neighbour
-    to neighbour, and across nodes by the network card of one device."""
+    """Between devices of the context axis: "keys"; "heads"; or "ring", the way other frameworks gather keys: from
+    neighbour to neighbour, and across nodes over the network card of one device."""
     span: tuple[int, int] | None = None
-    """Of one slice: its first token, and the one behind its last; None: sequences are not cut into slices."""
+    """Of one slice: its first token (inclusive) and last (exclusive); None: sequences are not cut into slices."""
     flash: bool = False
-    """Attention on pieces is FlashAttention-2; or a family's own, which the backward computes once more."""
+    """Attention on pieces is FlashAttention-2, or the model family's own, which the backward recomputes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,27 +98,26 @@ class SharedExperts:
     """How replicas share the experts of a layer."""
 
     members: Axis = Axis(1)
-    """Replicas that share them."""
+    """Replicas among which the experts are distributed."""
     replicas: Axis
-    """Devices that share the same experts, over which their gradients are summed."""
+    """Devices that hold the same experts, over which their gradients are summed."""
     options: ExpertOptions = field(default_factory=ExpertOptions)
-    """What runs beside their exchange."""
+    """What overlaps with the exchange of rows."""
     skew: float = 1.0
-    """What the fullest member gets over the mean."""
+    """Load of the fullest member, relative to the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """The axes of parallelism, in the order in which devices are numbered (Megatron's): tensor, context, data (first
-    the members of an expert group), pipeline. So tensor parallelism has the shortest distances, and hops between stages
-    the longest."""
+    """The axes of parallelism, in the order in which devices are numbered (Megatron's): tensor, context, data (members
+    of an expert group first), pipeline. Tensor ranks are therefore closest to each other, and stages farthest apart."""
 
     tensor: Axis
     context: Axis
     replicas: Axis
-    """Data and context: devices that share parameters, over which gradients are summed."""
+    """Data and context: devices that share the same parameters, over which gradients are summed."""
     copies: Axis
-    """Those with copies of what these share, over which their sums are summed."""
+    """Devices that hold further copies of what `replicas` share, over which the sums are all-reduced (HSDP)."""
     pipeline: Axis
     experts: SharedExperts
     pieces: Pieces = Pieces()
@@ -141,7 +140,7 @@ class Axes:
         shards, copies = (dp_shard or dp) * cp, dp // (dp_shard or dp)
         shared = SharedExperts(
             members=Axis(ep, tp * cp),
-            replicas=Axis(shards // ep, tp * ep),  # as if context ranks stood behind the members, too
+            replicas=Axis(shards // ep, tp * ep),  # as if context ranks, too, came after the members
             options=experts or ExpertOptions(),
             skew=skew,
         )

@@ -14,7 +14,7 @@ from .toml import toml_key, toml_lines
 
 
 def write_costs(costs: Costs, path: str | Path, notes: Iterable[str] = ()) -> None:
-    """Write a file that `read_costs` reads, with `notes` as comments at the top. Raises InputError if it cannot be
+    """Write a file that `read_costs` can read, with `notes` as comments at the top. Raises InputError if it cannot be
     written."""
     write_text(path, costs_to_toml(costs, notes))
 

@@ -1,15 +1,17 @@
 """Times of passes and transfers from traces of steps.
 
-passes      The time of a pass is its compute plus the time until its device waits or starts the next pass, in which it
-            issues transfers (tens of microseconds each on a host). So predicted steps include that time.
-            Within a step the mean counts, since the step is the sum of all its passes, also of slow ones (the first
-            gradient of a matrix is written to new memory); over several steps the median, since some are disturbed.
+passes      The time of a pass is its compute plus the time until its device waits or starts the next pass, in which the
+            host issues transfers (tens of microseconds each). Predicted steps therefore include that time.
+            Within a step we take the mean, because the step is the sum of all its passes, including slow ones (the
+            first gradient of a matrix is written to new memory); over several steps the median, because some steps are
+            disturbed.
 contention  Passes that ran while other devices computed are compared with passes of the same kind and stage that ran
-            alone: the factor is the one by which all times agree best. Times are then those of a pass alone. If passes
-            hardly differ in overlap, or do not agree better, the factor is 1 and times are as measured.
-transfers   The time of a transfer lasts from the moment when its last member issued it until a device that needs it
-            went on. That is exact if the device was already waiting when it was issued, and then the median counts.
-            Otherwise it completed at some time before, so the shortest counts.
+            alone. The factor is the one for which all times agree best, and times are then those of a pass running
+            alone. If overlap hardly varies between passes, or no factor improves the agreement, the factor is 1 and
+            times are as measured.
+transfers   A transfer lasts from the moment its last member issues it until a device that needs it continues. This is
+            exact if the device was already waiting when the transfer was issued; we then take the median. Otherwise
+            the transfer completed at an unknown earlier time, so we take the shortest.
 """
 
 from __future__ import annotations
@@ -41,27 +43,27 @@ CLASS_OF = {
 """Name of a collective in a cost file; hops are `p2p`."""
 
 WEIGHTS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
-"""How the time of passes that run as one is divided if no pass of the kind runs alone."""
+"""How the time of a joint pass is divided between its parts if no pass of that kind runs separately."""
 
 FACTORS = [1 + step / 100 for step in range(301)]
-"""Candidate factors for contention: 2 or more if devices have more processes than there are cores."""
+"""Candidate factors for contention; they reach 2 and more if there are more processes than cores."""
 
 BETTER = 0.02
-"""Share by which the deviations must shrink for a factor to be accepted."""
+"""Fraction by which the deviations must shrink for a factor to be accepted."""
 
 
 class Sample(NamedTuple):
-    """What a pass took."""
+    """Duration of one pass."""
 
     seconds: tuple[float, ...]
-    """By the number of devices that computed, too: so few that none is slowed down, one more, and so on, up to all."""
+    """Split by how many devices computed: first so few that none is slowed down, then one more each, up to all."""
 
     def times(self, factor: float) -> Sample:
         return Sample(tuple(factor * seconds for seconds in self.seconds))
 
     def alone(self, contention: float) -> float:
-        """Return the duration alone. Passes are slowed down by `contention` beside all devices, and beside some in
-        proportion, as the simulator does."""
+        """Return the duration without contention. As in the simulator, a pass is slowed down by `contention` while all
+        devices compute, and proportionally less while only some do."""
         increment = (contention - 1) / max(1, len(self.seconds) - 1)
         return sum(seconds / (1 + increment * number) for number, seconds in enumerate(self.seconds))
 
@@ -72,8 +74,7 @@ Site = tuple[Kind, int]
 
 @dataclass(slots=True)
 class Samples:
-    """Measurements of one step, by site of passes and by class of transfers; joint: shares of passes that run as
-    one."""
+    """Measurements of one step, by site of passes and by class of transfers. joint: shares of joint passes."""
 
     passes: dict[Site, list[Sample]] = field(default_factory=lambda: defaultdict(list))
     joint: dict[Site, list[Sample]] = field(default_factory=lambda: defaultdict(list))
@@ -89,12 +90,12 @@ def costs_of(
     contention: float | None = None,
     free: int = 1,
 ) -> Costs:
-    """Return the seconds per pass and transfer from all `traces`, which have one placement.
+    """Return the seconds per pass and transfer from `traces`, which must share one placement.
 
-    others: further traces of the same model, only for contention. tokens: of each slice of a sequence, if known.
-    contention: None: found in the traces. free: devices that compute at once without slowing each other down, since
-    they have cores of their own; the simulator assumes 1. Raises InputError if there are no traces, if placements
-    differ, and if a stage has no forward.
+    contention_traces: further traces of the same model, used only to fit the contention. tokens: of each slice of a
+    sequence, if known. contention: fitted to the traces if None. free: number of devices that can compute at the same
+    time without slowing each other down, because they have their own cores; the simulator assumes 1. Raises InputError
+    if there are no traces, if placements differ, or if a stage has no forward.
     """
     if not traces:
         raise InputError("there is no trace; give at least one")
@@ -140,8 +141,8 @@ def _samples(trace: Trace, free: int) -> Samples:
 
 
 def _pass_seconds(steps: Sequence[Samples], site: Site, contention: float) -> float | None:
-    """Return the median over steps of the mean within a step; None if no step has the pass. Shares of passes that run
-    as one count only if no pass of the kind runs alone."""
+    """Return the median over steps of the mean within a step; None if no step has the pass. Shares of joint passes
+    count only if no pass of that kind runs separately."""
     for kind in ("passes", "joint"):
         per_step = [samples for step in steps if (samples := getattr(step, kind).get(site))]
         if per_step:
@@ -162,7 +163,7 @@ def _copy_seconds(traces: Sequence[Trace], kind: Kind) -> dict[int, float]:
 
 
 def _transfer_seconds(steps: Sequence[Samples], name: str) -> float | None:
-    """Return the time of a transfer of a class; None if there was none."""
+    """Return the time of a transfer of this class; None if there was none."""
     exact = [time for step in steps for time in step.exact[name]]
     if exact:
         return statistics.median(exact)
@@ -170,7 +171,7 @@ def _transfer_seconds(steps: Sequence[Samples], name: str) -> float | None:
 
 
 def contention_of(*measured: Samples) -> float:
-    """Return the factor by which passes of one site agree best; long passes count more than short ones."""
+    """Return the factor for which the passes of each site agree best; long passes count more than short ones."""
     sites: dict[Site, list[Sample]] = defaultdict(list)
     for site, site_samples in chain.from_iterable(samples.passes.items() for samples in measured):
         sites[site] += site_samples
@@ -188,7 +189,7 @@ def contention_of(*measured: Samples) -> float:
 
 
 def _passes(trace: Trace, free: int) -> list[list[Sample]]:
-    """Return what every pass of every device took. free: as for `costs_of`."""
+    """Return the durations of all passes, per device. free: as for `costs_of`."""
     changes = sorted(
         (moment, change)
         for row in trace.devices
@@ -237,7 +238,7 @@ def _transfers(trace: Trace, samples: Samples) -> None:
     for device, row in enumerate(trace.devices):
         for wait in row.waits:
             item = wait.transfer
-            if wait.needed_by is None or not isinstance(item, Transfer):  # waits of sends are not for their arrival
+            if wait.needed_by is None or not isinstance(item, Transfer):  # a sender's wait does not show the arrival
                 continue
             ready = issued[key(item, device)]
             name = "p2p" if item.kind in HOP_KINDS else CLASS_OF[item.kind]

@@ -1,10 +1,10 @@
-"""Speed of GPUs and the wires between them: data sheets of known ones, files of measured ones.
+"""Speed of GPUs and of the links between them: from data sheets for known GPUs, from files for measured ones.
 
 A matrix product of f FLOPs takes f / (peak x product_fraction) x (1 + losses) + operation_seconds, so the achieved
-fraction of the peak grows with the size (Hockney's law). It loses
+fraction of the peak grows with the size (Hockney's law). The losses are
 
-    inner_overhead / k           while tiles of the result are filled and drained, over an inner dimension k
-    half a wave / its elements   while the last tiles run: half a wave of them on average. Libraries split long inner
+    inner_overhead / k           for filling and draining the tiles of the result, with an inner dimension of k
+    half a wave / its elements   for the last wave of tiles, which is half full on average. Libraries split long inner
                                  dimensions to fill it
 """
 
@@ -29,9 +29,9 @@ from .toml import toml_lines
 
 GIB = 2**30
 TILE = 128 * 256
-"""Elements of a result that one multiprocessor computes at a time, for the large kernels of cuBLAS."""
+"""Elements of the result that one multiprocessor computes at a time, in the large kernels of cuBLAS."""
 SPLIT = 4096
-"""Inner dimension from which on products are split over it. Among 2048, 4096 and never the one that fits the published
+"""Products with at least this inner dimension are split along it. Of 2048, 4096 and no split, this fits the published
 profile on A100 best (tests/costs/test_analytic.py)."""
 ATTENTION_BACKWARD = 2.5
 """FLOPs of fused attention's backward, relative to its forward (arXiv 2307.08691, section 4.1)."""
@@ -39,7 +39,7 @@ Fraction = Annotated[float, Gt(0), Le(1)]
 
 
 def _whole(value: Any) -> Any:
-    """A file may have 80e9."""
+    """Convert a float such as 80e9, which a file may have, to an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -118,18 +118,18 @@ class Hardware:
         return self.peak_flops[dtype]
 
     def product_seconds(self, flops: float, dtype: str, shape: tuple[float, float, float] | None = None) -> float:
-        """Return the time of a matrix product of `flops`, ignoring memory; `shape`: rows and columns of its result, and
-        the inner dimension; None: all are large."""
+        """Return the time of a matrix product of `flops`, ignoring memory. shape: rows and columns of the result, and
+        the inner dimension; None if all are large."""
         seconds = flops / (self.peak(dtype) * self.product_fraction)
         return seconds * (1.0 if shape is None else 1 + self._losses(*shape)) + self.operation_seconds
 
     def _losses(self, rows: float, columns: float, inner: float) -> float:
-        """Return the loss of time of a product of this shape, relative to its FLOPs."""
+        """Return the losses of a product of this shape, relative to the time of its FLOPs."""
         wave = 0.0 if self.units == 1 else self.units * TILE / 2 * min(1.0, SPLIT / inner)
         return self.inner_overhead / inner + wave / (rows * columns)
 
     def attention_seconds(self, flops: float, dtype: str) -> tuple[float, float]:
-        """Return the times of forward and backward of fused attention, of which the forward computes `flops`."""
+        """Return the forward and backward times of fused attention whose forward computes `flops`."""
         start = self.attention_start_seconds
         fractions = self.attention_fraction, self.attention_backward_fraction or self.attention_fraction
         forward, backward = (flops / (self.peak(dtype) * fraction) + start for fraction in fractions)
@@ -150,8 +150,8 @@ class Hardware:
         return size / self.memory_bandwidth + operations * self.operation_seconds
 
     def slower(self, devices: int) -> float:
-        """Return the slowdown of compute while so many devices of a node compute, relative to one: in proportion to
-        those beyond the first, or beyond the cores, up to `contention`."""
+        """Return the slowdown of compute while `devices` devices of a node compute, relative to one. It grows linearly
+        with the devices beyond the first (or beyond the number of cores), up to `contention`."""
         free = with_own_cores(self.cores, self.devices_per_node)
         return 1 + (self.contention - 1) * max(0, devices - free) / max(1, self.devices_per_node - free)
 
@@ -168,7 +168,7 @@ class Hardware:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the dict that `hardware_from_dict` takes, for JSON and TOML."""
+        """Return the dict that `hardware_from_dict` accepts, for JSON and TOML."""
         values = {**asdict(self), "peak_flops": dict(self.peak_flops)}
         return values | {"passes": [measured.to_dict() for measured in self.passes]}
 
@@ -181,13 +181,13 @@ _SHARES = (
 )
 
 _HBM, _NVLINK, _WIRES = 0.75, 0.7, 0.8
-"""Shares of data sheets that a step reaches. Copies alone reach more of the memory; 0.67 of it, and of NVLink for
-gathering and scattering, describe steps on B200 (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json), and 23
-microseconds or more for what travels there inside a node."""
+"""Fractions of the data sheets' bandwidths that a step reaches. Copies alone reach more of the memory bandwidth. For
+steps on B200, 0.67 fits the memory and NVLink (all-gather and reduce-scatter), and 23 microseconds or more fit
+transfers inside a node (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json)."""
 
 
 class _Speed(NamedTuple):
-    """Of an architecture, in shares of its peak."""
+    """Speed of an architecture, as fractions of its peak."""
 
     products: float
     attention: tuple[float, float]
@@ -198,13 +198,13 @@ class _Speed(NamedTuple):
     """`Hardware.units`."""
 
 
-# Products: fitted to whole steps, those that benchmarks/published_steps.py calls fitted (H100-94G, B200), on A100 those
-# of tests/costs/test_analytic.py, and on other H100 Llama 3 405B on 8192 of them: 430 TFLOP/s each (arXiv 2407.21783,
-# table 4), where 0.59 would be 403 to 419, depending on how attention is counted. Alone, products are faster (0.82 on
-# an H100, 0.45 to 0.65 in SimuMax's table of B200, named above): a step keeps a card at the limit of its power. One
-# H100 that trains alone reaches 0.7 (benchmarks/results/gpu_planned_steps_h100.json). Limited to 500 W: a Llama 3.1 8B
-# with FSDP and torch.compile on 8 of them, 6 667 tokens/s each (torchtitan, performance.md). On all, none waits for
-# waves.
+# Products: fitted to entire steps. H100-94G and B200: to the steps that benchmarks/published_steps.py calls fitted;
+# A100: to those of tests/costs/test_analytic.py; other H100: to Llama 3 405B on 8192 H100, 430 TFLOP/s each (arXiv
+# 2407.21783, table 4), where 0.59 would give 403 to 419, depending on how attention is counted. Products that run alone
+# are faster (0.82 on an H100, 0.45 to 0.65 in SimuMax's table of B200, named above), because during a step a card is at
+# its power limit. A single H100 that trains reaches 0.7 (benchmarks/results/gpu_planned_steps_h100.json). H100 limited
+# to 500 W: to Llama 3.1 8B with FSDP and torch.compile on 8 of them, 6 667 tokens/s each (torchtitan, performance.md).
+# Waves are ignored except on A100.
 # Attention: A100 with FlashAttention-2 (arXiv 2307.08691, figures 4 and 5); H100 measured from 2 048 to 32 768 tokens
 # (benchmarks/results/gpu_products_h100.json), with cuDNN, which torch takes there from 2.11 on (pytorch/pytorch, pull
 # request 162073), and with FlashAttention-2; B200 by the same table, FlashAttention-2 as in sgl-project/sglang, pull
@@ -216,8 +216,9 @@ _HOPPER_500W = _HOPPER._replace(products=0.51)
 _BLACKWELL = _Speed(0.435, (0.58, 0.4), 0.35, units=1)
 
 _INNER, _OPERATION, _ATTENTION = 80.0, 7e-6, 50e-6
-"""`inner_overhead`, `operation_seconds` and `attention_start_seconds`: with these, 360 products of layers alone on an
-H100 are off by 3 % on average (the same file), as are forwards of attention; 55 microseconds in the table of B200."""
+"""`inner_overhead`, `operation_seconds` and `attention_start_seconds`. With these, the predictions for 360 single
+products of layers on an H100 are off by 3 % on average (the same file), and so are those for forwards of attention. The
+table of B200 has 55 microseconds."""
 
 
 def _gpu(  # noqa: PLR0917 - a row of the table below
@@ -256,7 +257,7 @@ def _gpu(  # noqa: PLR0917 - a row of the table below
 
 
 # name, TFLOP/s (bf16, fp32 without TF32, fp8), GiB, GB/s of HBM, of NVLink, of the network and to the host (each in one
-# direction), GPUs that NVLink connects. Each has one network card.
+# direction), number of GPUs connected by NVLink. Each GPU has one network card.
 _GPUS = (
     _gpu("A100-40G", (312, 19.5), _AMPERE, 39.4, 1555, 300, 25, 32, 8, "A100 data sheet, SXM, 8 x HDR"),
     _gpu("A100-80G", (312, 19.5), _AMPERE, 79.15, 2039, 300, 25, 32, 8, "A100 data sheet, SXM, 8 x HDR"),
@@ -282,11 +283,11 @@ _NAMES = {
     "NVIDIA GB200": "GB200",
     "NVIDIA GB300": "GB300",
 }
-"""Names of these devices in torch."""
+"""Names by torch's name of the device."""
 
 
 def known_gpu(name: str) -> Hardware | None:
-    """Return the known device with this name, here or in torch; None for any other."""
+    """Return the known device with this name, ours or torch's; None if there is none."""
     return KNOWN.get(_NAMES.get(name, name))
 
 
@@ -294,9 +295,9 @@ def known_gpu(name: str) -> Hardware | None:
 
 
 def find_hardware(name: str | Path) -> Hardware:
-    """Return a known device by its name in `KNOWN` (case does not matter), or a file of `write_hardware`.
+    """Return a known device by its name in `KNOWN` (case-insensitive), or the device in a file of `write_hardware`.
 
-    Raises InputError for an unknown name, naming the nearest, and for a file that cannot be read.
+    Raises InputError for an unknown name, suggesting the nearest one, and for a file that cannot be read.
     """
     text = str(name)
     by_lower = {known.lower(): hardware for known, hardware in KNOWN.items()}
@@ -320,8 +321,8 @@ def read_hardware(path: str | Path) -> Hardware:
 
 
 def with_own_cores(cores: int, processes: int) -> int:
-    """Return how many of the processes of a machine compute at once without slowing each other down; `cores` is 0 if
-    they do not share cores."""
+    """Return how many processes of a machine can compute at the same time without slowing each other down; `cores` is 0
+    if they do not share cores."""
     return cores if 0 < cores < processes else 1
 
 

@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 from evenpipe.schedule import Costs, Link
 
 SMALLEST_SHARE = 0.05
-"""A smaller difference between two times, relative to them, is noise: no bandwidth follows from it."""
+"""A smaller relative difference between two times is noise and says nothing about bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Bytes of one transfer in the measurement for the costs, and in the other one."""
+    """Bytes of one transfer in the measurement of the costs, and in a second one with smaller transfers."""
 
     larger: float
     smaller: float
 
 
 def with_links(costs: Costs, smaller: Costs, sizes: dict[str, Size]) -> Costs:
-    """Return `costs` with `p2p` and collectives as links if two measurements separate latency from bandwidth.
+    """Return `costs` with `p2p` and collectives as links where two measurements separate latency from bandwidth.
 
-    other: of the same program with transfers of other sizes. Times that cannot be separated stay durations.
+    smaller: costs of the same program with smaller transfers. Times that cannot be separated stay durations.
     """
     links: dict[str, Link] = {}
     durations = {"p2p": costs.p2p, **costs.collectives}
@@ -35,12 +35,12 @@ def with_links(costs: Costs, smaller: Costs, sizes: dict[str, Size]) -> Costs:
 
 
 def link_of(time: float, smaller_time: float, size: Size) -> Link | None:
-    """Return the link that carries size.larger bytes in `time` and size.smaller in `other`, or None."""
+    """Return the link that carries size.larger bytes in `time` and size.smaller in `smaller_time`, or None."""
     byte_difference, time_difference = size.larger - size.smaller, time - smaller_time
     if byte_difference <= 0 or smaller_time <= 0 or time_difference <= SMALLEST_SHARE * time:
         return None
     bandwidth = byte_difference / time_difference
     latency = time - size.larger / bandwidth
-    if latency < 0:  # the smaller one was slower per byte: all of the time is bandwidth
+    if latency < 0:  # the smaller transfer took longer per byte: attribute all of the time to bandwidth
         latency, bandwidth = 0.0, size.larger / time
     return Link(latency=latency, bandwidth=bandwidth, bytes=size.larger)

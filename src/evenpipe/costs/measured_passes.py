@@ -3,13 +3,13 @@
 Shapes and data sheets do not tell how long a host takes to issue operations, what caches hold, or how efficient kernels
 are at a given size. So `evenpipe profile --hardware CONFIG.toml` runs a pipeline of the model, and the ratios of
 measured to `analytic` times correct the times of all other pipelines of that model: other schedules, modes, splits and
-numbers of devices. The output layer is measured in shards (vocab-2) and as a whole (first-last), because the work of a
-shard per token besides its products does not grow with its rows, and collectives of the shards slow down passes beside
-them. Stages are measured in two sizes, because a pass takes some time independent of its layers, and shorter sequences,
-too, because layers take some time independent of their tokens: slices of a sequence take it each. Between two numbers
-of tokens the time is assumed to grow evenly; outside the measured range the factor of the nearest one is used. With
-tensor or context parallelism, pipelines with as many ranks of a device and the same exchange count; if there are none,
-others.
+numbers of devices. The output layer is measured both sharded (vocab-2) and unsharded (first-last), because part of the
+work of a shard per token does not grow with its rows, and because collectives of the shards slow down concurrent
+passes. Stages are measured in two sizes, because part of a pass does not depend on its layers. Shorter sequences are
+measured too, because part of the time of a layer does not depend on the number of tokens, and every slice of a sequence
+takes that time. Between two measured numbers of tokens the time is interpolated linearly; outside their range the
+factor of the nearest one is used. With tensor or context parallelism, pipelines with the same number of ranks per
+device and the same exchange are used, or others if there are none.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ if TYPE_CHECKING:
     from .work import LayerWork
 
 BARE = "bare"
-"""A forward that keeps nothing for its backward."""
+"""A forward that saves nothing for its backward."""
 PASSES = ("F", "B", "I", "W")
 STAGE = {name: f"stage_{name}" for name in PASSES}
-"""Names of the time of a stage's pass besides its layers: seconds of one stage and microbatch."""
+"""Names of the part of a stage's pass that does not depend on its layers: seconds per stage and microbatch."""
 LAYERS = (*PASSES, BARE)
-"""Passes of stages without that time: seconds of one microbatch in all layers of the model, beside sharded vocabulary
-layers."""
+"""Passes of stages without that part: seconds of one microbatch in all layers of the model, in a pipeline with sharded
+vocabulary layers."""
 PLAIN = {name: f"plain_{name}" for name in LAYERS}
-"""Names of the same beside whole vocabulary layers."""
+"""Names of the same passes in a pipeline with unsharded vocabulary layers."""
 SHARDS = ("S", "C", "T", "E", "G")
 """Passes of the vocabulary: seconds of one microbatch on one device, on average over devices."""
 OUTPUT = {name: f"output_{name}" for name in PASSES}
-"""Names of the time that the whole output layer adds to the passes of the last stage: seconds of one microbatch."""
+"""Names of the time that an unsharded output layer adds to the passes of the last stage: seconds of one microbatch."""
 TRANSFERS = ("p2p", "broadcast", "statistics", "reduce", "embedding")
 MEASURED = (*LAYERS, *SHARDS, *PLAIN.values(), *OUTPUT.values(), *STAGE.values(), *TRANSFERS)
 
 
 class Ranks(NamedTuple):
-    """Processes that compute a device's passes together."""
+    """The processes that together compute the passes of a device."""
 
     tensor: int = 1
     context: int = 1
     exchange: str = "keys"
-    """Of context ranks: "keys" or "heads"."""
+    """What context ranks exchange: "keys" or "heads"."""
 
     @property
     def processes(self) -> int:
@@ -98,20 +98,20 @@ class MeasuredPasses:
         return self.microbatch_size * self.sequence
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the measurements for JSON and TOML, as `hardware_from_dict` takes them."""
+        """Return the measurements for JSON and TOML, in the form that `hardware_from_dict` accepts."""
         return {name: getattr(self, name) for name in field_types(MeasuredPasses)} | {"seconds": dict(self.seconds)}
 
 
 def fingerprint(works: Sequence[LayerWork], rows: int, hidden_size: int) -> str:
-    """Return a hash of a model's shapes: equal for two models whose passes take the same time."""
+    """Return a hash of a model's shapes, which is equal for models whose passes take the same time."""
     return hashlib.sha256(repr((tuple(works), rows, hidden_size)).encode()).hexdigest()[:16]
 
 
 def stage_passes(costs: Costs, looped: Costs) -> dict[str, float]:
     """Return times by the names in `STAGE`, from costs of the same layers in fewer and in more stages, a list per kind.
 
-    If such a time would be as long as a whole pass, or negative, the two measurements contradict each other (one of
-    them was disturbed), and the whole time of a pass is attributed to its layers.
+    If such a time would be negative, or as long as an entire pass, the two measurements contradict each other (one of
+    them was disturbed), and the entire time of a pass is attributed to its layers.
     """
     seconds = {}
     for name in PASSES:
@@ -123,8 +123,10 @@ def stage_passes(costs: Costs, looped: Costs) -> dict[str, float]:
 
 
 def passes_of(costs: Costs, bare: Cost | None = None, overhead: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Return `MeasuredPasses.seconds` from measured costs of a pipeline with one stage per device, vocab-2, and of its
-    forwards that keep nothing. beside: `stage_passes`."""
+    """Return `MeasuredPasses.seconds` from measured costs of a pipeline with one stage per device and vocab-2.
+
+    bare: costs of its forwards that save nothing. overhead: from `stage_passes`.
+    """
     seconds: dict[str, float] = {}
     for name, times in _stage_times(costs, bare, overhead).items():
         seconds[name] = math.fsum(times)
@@ -144,11 +146,12 @@ def whole_passes(
     bare: Cost | None = None,
     overhead: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Return passes of such a pipeline with whole vocabulary layers (first-last), by the names in `PLAIN` and `OUTPUT`.
+    """Return passes of such a pipeline with unsharded vocabulary layers (first-last), by the names in `PLAIN` and
+    `OUTPUT`.
 
-    costs, bare, beside: as for `passes_of`. sharded: `passes_of` the pipeline with sharded layers, which gives the time
-    of the embedding on the first stage. A single device runs its layers and the output layer in one pass: its layers
-    are assumed to take as long as there.
+    costs, bare, overhead: as for `passes_of`. sharded: `passes_of` the pipeline with sharded vocabulary layers, from
+    which the time of the embedding on the first stage is taken. A single device runs its layers and the output layer in
+    one pass; its layers are assumed to take as long as in the sharded pipeline.
     """
     embedding = {"F": sharded.get("E", 0.0), BARE: sharded.get("E", 0.0)}
     embedding |= dict.fromkeys(("W", "B"), sharded.get("G", 0.0))
@@ -171,7 +174,7 @@ def whole_passes(
 
 
 def _stage_times(costs: Costs, bare: Cost | None, overhead: Mapping[str, float] | None) -> dict[str, tuple[float, ...]]:
-    """Return the known times by the names in `LAYERS`, per stage, without the time besides layers."""
+    """Return the known times by the names in `LAYERS`, per stage, without `overhead`."""
     times = {name: getattr(costs, name) for name in PASSES} | {BARE: bare}
     overheads = {name: (overhead or {}).get(STAGE["F" if name == BARE else name], 0.0) for name in times}
     known = {name: time if isinstance(time, tuple) else (time,) for name, time in times.items() if time is not None}
@@ -180,18 +183,18 @@ def _stage_times(costs: Costs, bare: Cost | None, overhead: Mapping[str, float] 
 
 @dataclass(frozen=True)
 class Correction:
-    """Factors on analytic times by the names in `MEASURED`; without a factor, `analytic` is used."""
+    """Factors on analytic times, by the names in `MEASURED`; times without a factor are used as they are."""
 
     factors: Mapping[str, float] = field(default_factory=dict)
     stage: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of a pass besides its layers, by the names in `PASSES`."""
+    """Seconds of a pass that do not depend on its layers, by the names in `PASSES`."""
     contention: float | None = None
-    """Factor while all measured devices compute, relative to one of them; None: that of the hardware."""
+    """Slowdown while all measured devices compute, relative to only one; None: that of the hardware."""
     ranks: Ranks = ALONE
-    """Of the measured devices. From 2 on, factors are for passes with the exchange of these ranks; otherwise for
-    computation alone."""
+    """Ranks of each measured device. With 2 or more, factors apply to passes including the exchange between these
+    ranks; otherwise to computation only."""
     processes: int | None = None
-    """Ranks of all measured devices together; None: the contention is that of the hardware."""
+    """Total number of ranks of all measured devices; None: the contention is that of the hardware."""
 
     def __getitem__(self, name: str) -> float:
         return self.factors.get(name, 1.0)
@@ -206,13 +209,13 @@ class Correction:
 
     @cached_property
     def beside_whole(self) -> Correction:
-        """Return the correction for stages beside whole vocabulary layers: `LAYERS` as `PLAIN`, if that was
-        measured."""
+        """Return the correction for stages of a pipeline with unsharded vocabulary layers: `LAYERS` with the factors of
+        `PLAIN`, where these were measured."""
         plain = {name: self.factors[plain_name] for name, plain_name in PLAIN.items() if plain_name in self.factors}
         return replace(self, factors={**self.factors, **plain})
 
     def at_least(self, other: Correction) -> Correction:
-        """Return the correction with no factor and no time below that of another one."""
+        """Return the correction with every factor and time raised to that of `other` if it is lower."""
         factors, stage = (
             {name: max(time, other_values.get(name, time)) for name, time in values.items()}
             for values, other_values in ((self.factors, other.factors), (self.stage, other.stage))
@@ -224,7 +227,7 @@ NO_CORRECTION = Correction()
 
 
 def correction_of(measured: MeasuredPasses, analytic: Mapping[str, float]) -> Correction:
-    """Return the correction if passes of the measured pipeline take `analytic`, by the same names."""
+    """Return the correction if `analytic` are the analytic times of the measured pipeline, by the same names."""
     factors = {
         name: measured.seconds[name] / analytic[name]
         for name in MEASURED
@@ -236,13 +239,13 @@ def correction_of(measured: MeasuredPasses, analytic: Mapping[str, float]) -> Co
 
 
 def between(corrections: Mapping[int, Correction], tokens: int) -> Correction:
-    """Return the correction for microbatches of this many tokens from those of measured numbers of tokens."""
+    """Return the correction for microbatches of `tokens` tokens from those of measured numbers of tokens."""
     measured = sorted(corrections)
     few = max((count for count in measured if count <= tokens), default=measured[0])
     many = min((count for count in measured if count >= tokens), default=measured[-1])
     if few == many:
         return corrections[few]
-    share = (1 / few - 1 / tokens) / (1 / few - 1 / many)  # a time that grows evenly, over one without its constant
+    share = (1 / few - 1 / tokens) / (1 / few - 1 / many)  # factors on a time per token are linear in 1 / tokens
     shorter, longer = corrections[few], corrections[many]
 
     def mean(few: float, many: float) -> float:

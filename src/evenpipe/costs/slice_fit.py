@@ -12,14 +12,14 @@ from evenpipe.schedule.costs import LAYERS
 from evenpipe.schedule.trace import Trace
 
 _BY_TOKENS = (Kind.S, Kind.T, Kind.W)
-"""Passes whose time grows with tokens only: the first of these kinds that was measured gives the factors on all others.
-W is not exact: it also adds to gradients, once per slice."""
+"""Passes whose time depends on the number of tokens only: the first of these kinds that was measured gives the factors
+of all other kinds. W is not exact, because it also adds to gradients once per slice."""
 
 
 def slice_factors(traces: Sequence[Trace], tokens: Sequence[int] = ()) -> dict[str, Any]:
-    """Return `Costs.slices`: factors on the mean time of each kind of pass, by slice; nothing for whole sequences.
+    """Return `Costs.slices`: factors on the mean time of each kind of pass, by slice; empty for whole sequences.
 
-    tokens: of each slice, if known; otherwise from the vocabulary passes, or W.
+    tokens: of each slice, if known; otherwise estimated from the vocabulary passes, or from W.
     """
     slices = traces[0].program.slices
     if slices == 1:

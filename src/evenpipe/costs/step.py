@@ -1,6 +1,6 @@
-"""The costs of a whole step, from the times of its layers: what each stage and device computes and moves.
+"""The costs of an entire step, from the times of its layers: what each stage and device computes and transfers.
 
-`analytic` says how long a layer and the output layer take.
+`analytic` gives the times of a layer and of the output layer.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def costs_of_cut(
 ) -> Costs:
     """Return the seconds of all passes and transfers of one step.
 
-    layers: with the correction `beside_whole` if vocabulary layers are whole. rows: of the embedding and of the output
-    layer.
+    layers: with the correction `beside_whole` if vocabulary layers are not sharded. rows: of the embedding and of the
+    output layer.
     """
     devices, hardware, pipeline = cut.placement.devices, setting.hardware, setting.axes.pipeline
     correction = setting.correction
@@ -96,7 +96,7 @@ def costs_of_cut(
             second: correction.exchange(second) * setting.exchange_seconds(hidden_size),
         }
     shard = head_time(hidden_size, rows / devices, setting)
-    # Every tensor rank combines its part of the gradient of all tokens.
+    # Every tensor rank combines its share of the gradients of all tokens.
     combined = correction["C"] * hardware.streaming_seconds(4.0 * setting.tokens * hidden_size * setting.element, 4)
     combined += shard_waits.get(second, 0.0)
     first_product = shard.forward + shard.loss_forward + shard_waits.get("S", 0.0)
@@ -120,8 +120,8 @@ def _on_shared_cards(
     p2p: float,
     collectives: Mapping[str, float],
 ) -> tuple[float, dict[str, float]]:
-    """Return the seconds of hops and collectives if they share network cards with each other and with what passes
-    exchange, and lengthen the passes in `stages` by as much as that takes longer. p2p, collectives: each alone."""
+    """Return the seconds of hops and collectives that share network cards with each other and with communication inside
+    passes, and lengthen the passes in `stages` by the resulting delay. p2p, collectives: seconds without sharing."""
     if setting.axes.pipeline.inside_node(setting.hardware):
         return p2p, dict(collectives)
     across = _stage_times(cut, [layer.across or LayerTime() for layer in layers], {})
@@ -145,23 +145,24 @@ def _work(stages: Mapping[str, Sequence[float]]) -> float:
 def costs_of_slices(ends: Sequence[int], costs: Callable[[tuple[int, int]], Costs]) -> Costs:
     """Return the costs of slices of a sequence: mean times, and the factors of each slice.
 
-    ends: tokens up to the end of each slice. costs: of a slice from its first token to the one behind its last.
+    ends: tokens up to the end of each slice. costs: returns the costs of a slice, given its first token (inclusive) and
+    last (exclusive).
     """
     spans = list(pairwise((0, *ends)))
     return of_slices(list(map(costs, spans)), [float(end - start) for start, end in spans])
 
 
 def _embedding_gradient(setting: Setting, rows: int, hidden_size: int, devices: int) -> float:
-    """Return the time of G on each of so many devices, which share the rows of the embedding."""
+    """Return the time of G on each of `devices` devices, which share the rows of the embedding."""
     size = setting.tokens * hidden_size * setting.hidden_share * (setting.element + 2 * setting.gradient_element)
-    if setting.kernels.loss != "evenpipe":  # torch's layer makes one of all rows: zeroed, and read again to be added
+    if setting.kernels.loss != "evenpipe":  # torch makes a dense gradient of all rows: zeroed, then read to be added
         size += rows / setting.tensor * hidden_size * (2 * setting.element + 2 * setting.gradient_element)
     return setting.correction["G"] * setting.hardware.streaming_seconds(size / devices)
 
 
 def _exchanged_at_ends(cut: Cut, setting: Setting, hidden_size: int) -> dict[str, tuple[float, float]]:
-    """Return the times in which tensor ranks of the first stage sum rows of the embedding and their gradients, and
-    those of the last one gather and sum for a whole output layer, by the names in `PASSES`."""
+    """Return, by the names in `PASSES`, the times in which tensor ranks of the first stage sum rows of the embedding
+    and their gradients, and those of the last stage gather and sum for an unsharded output layer."""
     exchange, unsharded = setting.exchange_seconds(hidden_size), not cut.sharded
     correction = setting.correction.beside_whole if unsharded else setting.correction
     last = _gathered_for_loss(setting, hidden_size) if unsharded else 0.0, exchange if unsharded else 0.0
@@ -173,21 +174,22 @@ def _exchanged_at_ends(cut: Cut, setting: Setting, hidden_size: int) -> dict[str
 
 
 def _first_gathered(cut: Cut, setting: Setting, hidden_size: int) -> list[float]:
-    """Return, by stage, the time in which W gathers its first input, beside nothing; without one after a repetition."""
+    """Return, by stage, the time in which W gathers its first input, which nothing overlaps; 0 if all layers of the
+    stage are recomputed."""
     seconds = setting.correction.exchange("W") * setting.exchange_seconds(hidden_size)
     bounds = pairwise(accumulate(cut.layers_per_stage, initial=0))
     return [seconds if "none" in cut.checkpointing[first:last] else 0.0 for first, last in bounds]
 
 
 def _gathered_for_loss(setting: Setting, hidden_size: int) -> float:
-    """Return the time in which tensor ranks gather hidden states for the output layer, and then its statistics."""
+    """Return the time in which tensor ranks gather hidden states for the output layer, and then the statistics."""
     table = setting.tokens * setting.tensor * STATISTICS * 4.0
     return setting.exchange_seconds(hidden_size) + setting.axes.tensor.gather_seconds(setting.hardware, table)
 
 
 def _stage_times(cut: Cut, layers: Sequence[LayerTime], stage_overhead: Mapping[str, float]) -> dict[str, list[float]]:
-    """Return the seconds of every stage by the names in `PASSES`, without vocabulary layers. beside_layers: seconds of
-    a pass besides its layers."""
+    """Return the seconds of every stage by the names in `PASSES`, without vocabulary layers. stage_overhead: seconds of
+    a pass that do not depend on its layers."""
     overhead = {name: stage_overhead.get(name, 0.0) for name in PASSES}
     stages: dict[str, list[float]] = {name: [] for name in PASSES}
     first = 0
@@ -205,8 +207,8 @@ def _stage_times(cut: Cut, layers: Sequence[LayerTime], stage_overhead: Mapping[
 # --- before and after the passes of a step ---------------------------------------------------------------------
 
 OPTIMIZER_BYTES = 40.0
-"""Bytes read and written per parameter by AdamW and the clipping before it: the gradient twice, weight and two moments
-both ways, and the copy in the dtype of the computation."""
+"""Bytes read and written per parameter by gradient clipping and AdamW: the gradient is read twice, the weight and two
+moments are read and written, and the copy in the compute dtype is written."""
 
 
 class Parameters(NamedTuple):
@@ -214,7 +216,7 @@ class Parameters(NamedTuple):
 
     others: float
     experts: float = 0.0
-    """Of experts, which fewer replicas have in common."""
+    """Parameters of experts, of which fewer replicas hold copies."""
 
     @property
     def all(self) -> float:
@@ -222,23 +224,24 @@ class Parameters(NamedTuple):
 
 
 LOST_ACROSS_NODES = 0.5
-"""Share of the time of collectives between nodes by which passes beside them get longer: they take multiprocessors and
-bandwidth, and wait for the slowest node. Fitted to eight FSDP runs on 64 A100 (torchtitan, docs/performance.md), which
-it leaves 2 % off, 10 % without; two of LLM Foundry, not fitted, are then off by 4 and 3 % instead of 8 and 11."""
+"""Fraction of the time of collectives between nodes by which they lengthen the passes that overlap with them, because
+they use multiprocessors and bandwidth and wait for the slowest node. Fitted to eight FSDP runs on 64 A100 (torchtitan,
+docs/performance.md), for which the error is 2 % with it and 10 % without. Two runs of LLM Foundry, which were not
+fitted, are off by 4 and 3 % instead of 8 and 11 %."""
 
 
 class Beside(NamedTuple):
-    """What runs while replicas gather parameters and sum gradients, which they do part by part."""
+    """What overlaps with gathering parameters and summing gradients over replicas, which are done part by part."""
 
     parts: int = 1
-    """Parts of a device: its stages, or its layers. Each travels beside the passes of another one."""
+    """Parts of a device: its stages, or its layers. The transfer of each part overlaps with passes of another part."""
     forward: float = 0.0
     backward: float = 0.0
     """Seconds of these passes of a microbatch, of all parts."""
     times: int = 1
-    """How often a step gathers and sums: 1, or for every microbatch, with ZeRO-3 before each forward and backward."""
+    """How often a step gathers and sums: 1, or for every microbatch; with ZeRO-3 before each forward and backward."""
     every_pass: bool = False
-    """Whether ZeRO-3 gathers for the backward again."""
+    """Whether ZeRO-3 gathers parameters again for the backward."""
 
 
 _ALONE = Beside()
@@ -251,15 +254,15 @@ def step_end_seconds(
     zero: int,
     beside: Beside = _ALONE,
 ) -> float:
-    """Return the time besides passes on a device with these parameters: gradients are summed over replicas as far as no
-    pass runs meanwhile, the optimizer steps, and with sharding parameters are gathered (ZeRO-1: at the end of the step;
-    ZeRO-3: for the next one, as for this one)."""
+    """Return the time outside passes on a device with these parameters: the part of the gradient reduction that no pass
+    overlaps, the optimizer's step and, with sharding, the all-gather of parameters (ZeRO-1: at the end of the step;
+    ZeRO-3: for every step)."""
     hardware, copies, seconds, optimized = setting.hardware, setting.axes.copies, 0.0, 0.0
     for count, replicas in zip(parameters, (setting.axes.replicas, setting.axes.experts.replicas), strict=True):
         if count:
             size, across = count / beside.parts, not replicas.inside_node(hardware)
             summed = replicas.gather_seconds(hardware, size * setting.gradient_element)
-            # What the replicas that share it have summed is all-reduced with the copies of the others.
+            # The sums of the replicas that share the parameters are all-reduced with those of the other copies.
             shared = 2 * copies.gather_seconds(hardware, size * setting.gradient_element / replicas.size)
             gathered = replicas.gather_seconds(hardware, size * (setting.element if zero else setting.gradient_element))
             regathered = gathered if zero == 0 or (zero == 3 and beside.every_pass) else 0.0
@@ -274,8 +277,8 @@ def step_end_seconds(
 
 
 def _exposed(each: float, passes: float, parts: int, lost: float) -> float:
-    """Return how much longer passes take since parts travel, one after the other: the first or the last one beside no
-    pass, others beside the pass of one part. each: seconds of a part. passes: of all parts. lost: of the time beside
-    passes, the share by which they get longer."""
+    """Return the time that transferring parts, one after the other, adds to passes. Nothing overlaps with the first (or
+    last) part; every other one overlaps with the passes of one part. each: seconds to transfer one part. passes:
+    seconds of the passes of all parts. lost: fraction of the overlapped time by which passes take longer."""
     overlapped = min(each, passes / parts)
     return each + (parts - 1) * (each - overlapped + lost * overlapped)

@@ -1,6 +1,6 @@
-"""Times of the passes of a model under a recipe, on some hardware: orders are arranged by them, and plans timed.
+"""Times of the passes of a model under a recipe, on some hardware, for arranging orders and for timing plans.
 
-`arranging_model` decides for runs, estimates and plans by which times their orders are arranged.
+`arranging_model` chooses the times by which the orders of runs, estimates and plans are arranged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .work import LayerWork, layers_of
 Result = TypeVar("Result")
 
 Span = tuple[int, int]
-"""Of a slice: its first token, and the one behind its last."""
+"""First token (inclusive) and last (exclusive) of a slice."""
 
 
 OURS = Implementation()
@@ -62,14 +62,14 @@ class TimedModel:
     sequence: int
     dtype: str = "bf16"
     skew: float = 1.0
-    """What the fullest of the replicas that share experts gets over the mean."""
+    """Load of the fullest replica that shares experts, relative to the mean."""
     loss: LossOptions = field(default_factory=LossOptions)
-    """Of evenpipe's output layer."""
+    """Options of evenpipe's output layer."""
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Results that are needed again, for `once`."""
+    """Cache of `once`."""
 
     def once(self, key: Any, make: Callable[[], Result]) -> Result:
-        """Return what `make` returned for this key the first time."""
+        """Return the result of `make`, which is called only the first time for each key."""
         if key not in self.known:
             self.known[key] = make()
         result: Result = self.known[key]
@@ -77,12 +77,12 @@ class TimedModel:
 
     @property
     def implementation(self) -> Implementation:
-        """How it computes."""
+        """How the model is computed."""
         return OURS
 
     @property
     def gradient_element(self) -> int:
-        """Bytes of an element of a sum of gradients: fp32."""
+        """Bytes per element of accumulated gradients: fp32."""
         return 4
 
     @property
@@ -95,8 +95,8 @@ class TimedModel:
         return tuple({id(work): work for work in self.works}.values())
 
     def setting(self, recipe: Recipe, span: Span | None = None, *, together: bool = False) -> Setting:
-        """Return how a device computes whole sequences, or the slice that is `span`, under a recipe, beside the
-        replicas that share its machine; `together`: while all devices of all of them compute."""
+        """Return how a device computes whole sequences, or the slice `span`, under a recipe, while the same device of
+        all replicas computes; with `together`, while all devices of all replicas compute."""
         parallelism, implementation = recipe.parallelism, self.implementation
         computing = parallelism.gpus if together else _side_by_side(parallelism)
         correction = self.correction(recipe, span)
@@ -118,15 +118,15 @@ class TimedModel:
         return setting if span is None else setting.on(span)
 
     def _overlaps(self, sizes: Parallelism) -> bool:
-        """Return whether tensor ranks exchange rows beside products."""
+        """Return whether tensor ranks overlap the exchange of rows with products."""
         if not sizes.sequence_parallel or self.hardware.torch_device == "cpu":
             return False
         by_default = self.implementation.overlaps_tensor_ranks and sizes.tp <= self.hardware.devices_per_node
         return sizes.tensor_overlap in {"ring", "fused"} or (sizes.tensor_overlap == "auto" and by_default)
 
     def _axes(self, recipe: Recipe) -> Axes:
-        """Return the axes of a recipe. Only our runtime has a kernel of its own for attention of pieces, on GPUs, and
-        runs products of experts beside the transfer of rows."""
+        """Return the axes of a recipe. Only our runtime has a special kernel for attention on pieces of sequences (on
+        GPUs), and overlaps products of experts with the transfer of rows."""
         sizes = recipe.parallelism
         exchange = self.exchange_of(sizes, recipe.slices)
         pieces = Pieces(
@@ -144,15 +144,15 @@ class TimedModel:
         )
 
     def exchange_of(self, sizes: Parallelism, slices: int) -> str:
-        """Return "keys" or "heads", as the runtime chooses."""
+        """Return "keys" or "heads", whichever the runtime chooses."""
         if sizes.cp == 1:
             return "keys"
         choice = choose(self.description, sizes.context_exchange, ranks=sizes.cp, tensor_ranks=sizes.tp, slices=slices)
         return choice.exchange
 
     def contention(self, recipe: Recipe) -> float:
-        """Return the slowdown of compute while all devices of a pipeline compute, beyond the figures of `setting`: if j
-        of them compute, so do the GPUs of j devices of all replicas."""
+        """Return the slowdown of compute while all devices of a pipeline compute, relative to `setting`. Replicas run
+        in step: while j devices of one pipeline compute, so do the same j devices of all replicas."""
         parallelism = recipe.parallelism
         if parallelism.pp == 1:
             return 1.0
@@ -160,8 +160,8 @@ class TimedModel:
         return self._slower(parallelism.gpus, correction) / self._slower(_side_by_side(parallelism), correction)
 
     def _slower(self, computing: int, correction: Correction) -> float:
-        """Return the slowdown of compute while this many GPUs compute, relative to one, or to a device of as many ranks
-        as were measured: that of the hardware, and in proportion what measured passes differ from it."""
+        """Return the slowdown of compute while `computing` GPUs compute, relative to one GPU, or to one device with the
+        measured number of ranks: that of the hardware, scaled by how far measured passes deviate from it."""
         node, measured_ranks, measured_contention = (
             self.hardware.devices_per_node,
             correction.ranks.processes,
@@ -181,8 +181,8 @@ class TimedModel:
 
     @property
     def measured(self) -> tuple[MeasuredPasses, ...]:
-        """Return the passes of this model, with this sequence length or a shorter one and these kernels, on this
-        hardware."""
+        """Return the measured passes of this model on this hardware, with these kernels and at most this sequence
+        length."""
         if self.implementation != OURS:
             return ()
         description = self.description
@@ -194,11 +194,11 @@ class TimedModel:
         )
 
     def correction(self, recipe: Recipe, span: Span | None = None) -> Correction:
-        """Return the correction of analytic times by measurements of this sequence length, if there are any: with as
-        many tensor and context ranks if possible, and with the same exchange if that was measured, else with as many
-        tensor ranks alone, else with one of both, else with any.
+        """Return the correction of analytic times by measurements of this sequence length, if there are any. Preferred
+        are measurements with the same numbers of tensor and context ranks, and among these with the same exchange; then
+        with the same number of tensor ranks only; then with one rank; then any.
 
-        span: a slice, whose time per token is assumed not to be below that of the whole sequence, as bounds do.
+        span: a slice. Its time per token is assumed to be at least that of the whole sequence; bounds assume this too.
         """
         if not self.hardware.passes:
             return NO_CORRECTION
@@ -221,7 +221,7 @@ class TimedModel:
         return NO_CORRECTION
 
     def _corrections(self, ranks: Ranks) -> dict[int, Correction]:
-        """Return the corrections by tokens of a microbatch; none without measurements of this sequence length."""
+        """Return the corrections by tokens of a microbatch; empty without measurements of this sequence length."""
         measurements = sorted((passes for passes in self.measured if passes.ranks == ranks), key=attrgetter("sequence"))
         if not measurements or measurements[-1].sequence < self.sequence:
             return {}
@@ -251,13 +251,14 @@ class TimedModel:
 
 
 def _side_by_side(parallelism: Parallelism) -> int:
-    """Return the GPUs that compute whenever one of them does: tensor and context ranks of a device, in all replicas."""
+    """Return how many GPUs always compute at the same time: the tensor and context ranks of a device, in all
+    replicas."""
     return parallelism.gpus // parallelism.pp
 
 
 def layer_times(model: TimedModel, recipe: Recipe, span: Span | None = None) -> tuple[LayerTime, ...]:
-    """Return times of every layer on whole sequences, or on the slice that is `span`, beside vocabulary layers of the
-    mode; equal layers are computed once."""
+    """Return the times of every layer on whole sequences, or on the slice `span`, in the vocabulary mode of the recipe;
+    equal layers are computed once."""
     unsharded = not recipe.mode.sharded and bool(model.hardware.passes)  # else both have the same times
 
     def times() -> tuple[LayerTime, ...]:
@@ -272,7 +273,7 @@ def layer_times(model: TimedModel, recipe: Recipe, span: Span | None = None) -> 
 
 
 def extra_times(model: TimedModel, recipe: Recipe, checkpointing: str) -> tuple[float, ...]:
-    """Return how much longer the passes of every layer take with a policy, as `LayerTime.extra`."""
+    """Return how much longer the passes of every layer take with a checkpointing policy, as `LayerTime.extra`."""
     times = layer_times(model, recipe)
 
     def extra() -> tuple[float, ...]:
@@ -283,8 +284,8 @@ def extra_times(model: TimedModel, recipe: Recipe, checkpointing: str) -> tuple[
 
 
 def split_times(model: TimedModel, recipe: Recipe) -> tuple[tuple[float, ...], float]:
-    """Return the seconds by which layers are split over devices: of each layer, and of the whole output layer, each
-    forward and backward of a microbatch with the recipe's recomputation."""
+    """Return the seconds by which layers are split over devices, of each layer and of the unsharded output layer:
+    forward and backward of a microbatch, with the recipe's recomputation."""
     times = layer_times(model, replace(recipe, vocabulary="redistribute"))
     description, policies = model.description, recipe.checkpointing_of(model.layers)
     head = whole_head_time(description.hidden_size, description.vocabulary_size, model.setting(recipe))
@@ -293,12 +294,13 @@ def split_times(model: TimedModel, recipe: Recipe) -> tuple[tuple[float, ...], f
 
 
 def computing(sizes: Parallelism) -> Parallelism:
-    """Return the same without what changes no pass: how parameters are sharded."""
+    """Return `sizes` without the options for sharding parameters, which do not affect passes."""
     return replace(sizes, data_parallel="replicate", dp_shard=None, reshard=False, prefetch=None)
 
 
 def pass_costs(model: TimedModel, recipe: Recipe, placement: Placement) -> Costs:
-    """Return the seconds of passes and transfers, without copies to the host; for sequences in slices with factors."""
+    """Return the seconds of passes and transfers, without copies to the host; with factors per slice if sequences are
+    cut."""
     cut = Cut(
         placement=placement,
         layers_per_stage=recipe.layers_per_stage or even_split(model.layers, placement.stages),
@@ -327,11 +329,11 @@ def ends_of(model: TimedModel, recipe: Recipe) -> tuple[int, ...]:
     return model.once((slice_ends, slices, multiple), cut)
 
 
-# --- what a run arranges its orders by -------------------------------------------------------------------------
+# --- times by which a run arranges its orders ------------------------------------------------------------------
 
 
 def known_times(model: TimedModel) -> ModelCosts:
-    """Return what orders of a model on known hardware are arranged by, and its layers split."""
+    """Return the costs by which orders of a model on known hardware are arranged and its layers split."""
     return replace(
         model.model_costs,
         times=partial(pass_costs, model),
@@ -347,12 +349,12 @@ def arranging_model(
     dtype: str | None,
     loss: LossOptions | None = None,
 ) -> ModelCosts:
-    """Return what the order of a run is arranged by, unless its recipe has costs: the pass times of the model on the
-    hardware that `recipe.arrange` names, else on that at hand, else FLOPs.
+    """Return the costs by which the order of a run is arranged, unless its recipe has costs: the pass times of the
+    model on the hardware that `recipe.arrange` names, else on the hardware at hand, else FLOPs.
 
-    at_hand: a known GPU, the same on every process; None for any other. dtype: of products; None if it is none of
-    `ELEMENT_BYTES`. loss: None: the default options. Raises InputError for unknown hardware, and for a file that cannot
-    be read.
+    at_hand: a known GPU, the same on every process; None for any other hardware. dtype: of products; None if it is not
+    in `ELEMENT_BYTES`. loss: default options if None. Raises InputError for unknown hardware, and for a file that
+    cannot be read.
     """
     costs = ModelCosts.of(description, recipe.batch.sequence_length)
     named = recipe.arrange not in ARRANGE

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 DIGITS = 6
-"""Of a measured number."""
+"""Significant digits of a measured number."""
 
 
 def toml_lines(table: Mapping[str, Any], digits: int | None = DIGITS) -> Iterator[str]:
@@ -15,9 +15,9 @@ def toml_lines(table: Mapping[str, Any], digits: int | None = DIGITS) -> Iterato
 
 
 def toml_value(value: Any, digits: int | None = DIGITS) -> str:
-    """Return a table in one line, a list, a text, a truth value or a number.
+    """Return an inline table, a list, a string, a boolean or a number as TOML.
 
-    digits: of floating-point numbers; None: all of them.
+    digits: significant digits of floating-point numbers; None: all.
     """
     if isinstance(value, Mapping):
         return "{" + ", ".join(toml_lines(value, digits)) + "}"
@@ -38,6 +38,6 @@ def toml_value(value: Any, digits: int | None = DIGITS) -> str:
 
 
 def toml_key(name: Any) -> str:
-    """Return a key, in quotes if it needs them."""
+    """Return a key, quoted if necessary."""
     text = str(name)
     return text if text.replace("_", "").replace("-", "").isalnum() and text.isascii() else toml_value(text)

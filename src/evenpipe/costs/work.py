@@ -1,9 +1,9 @@
 """The work of a layer and of the output layer for one token, read from the shapes of their parameters.
 
-    products     every matrix is one: 2 x inputs x outputs FLOPs per token, forward; as many for dX and for dW
-    attention    2 x pairs x heads x (query size + value size) FLOPs forward, of the pairs that the mask leaves
+    products     one per matrix: 2 x inputs x outputs FLOPs per token, forward; as many for dX and for dW
+    attention    2 x pairs x heads x (query size + value size) FLOPs forward, counting only unmasked pairs
     streaming    norms, residual sums, activation, rotary embedding: bytes read and written
-    operations   how many kernels, each of which takes some microseconds at least
+    operations   number of kernels, each of which takes at least some microseconds
 
 Nothing here depends on the hardware; `analytic` converts the work to times.
 """
@@ -24,7 +24,7 @@ from evenpipe.model.linear import is_linear, is_transposed
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix that tokens are multiplied with: [inputs, outputs]. Each token uses `met` of `copies` equal ones."""
+    """A matrix [inputs, outputs] that tokens are multiplied by. Each token uses `met` of `copies` equal matrices."""
 
     inputs: int
     outputs: int
@@ -48,12 +48,12 @@ class ExpertWork:
 
     count: int
     choices: int
-    """Experts of a token."""
+    """Number of experts that each token chooses."""
     width: int
-    """Of an expert."""
+    """Width of one expert."""
     gated: bool
     parameters: int
-    """Of all of them."""
+    """Parameters of all experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,22 +66,22 @@ class LayerWork:
     hidden_size: int
     attention: Attention
     middle: float
-    """Size of the input of the activation of the MLP, without that of `experts`."""
+    """Input size of the activation in the MLP, excluding `experts`."""
     gated: bool
     norms: int
     eager_norms: int
-    """Number of `norms` that transformers computes step by step (in fp32), not as one operation."""
+    """Number of `norms` that transformers computes as several operations (in fp32), not as one."""
     last: Product | None = None
-    """The last product, if no operation after it saves a tensor for the backward: no norm, no weights of experts. A
-    recomputed forward can skip it."""
+    """The last product, if no later operation (a norm, or the weighting of experts) saves a tensor for the backward.
+    Recomputation can skip it."""
     gathered: tuple[tuple[Product, ...], ...] = field(default=(), repr=False)
-    """Per block (attention, MLP), the matrices that multiply its input. Tensor ranks keep their own rows of that input
-    until the weight gradients of these matrices, and gather it again for them. Not part of `fingerprint`."""
+    """Per block (attention, MLP), the matrices that multiply its input. Each tensor rank keeps only its rows of that
+    input, and all-gathers it again for the weight gradients of these matrices. Not part of `fingerprint`."""
     eager: bool = field(default=False, repr=False)
-    """transformers computes attention of whole sequences step by step, since the model refuses its kernels. Not part of
-    `fingerprint`."""
+    """transformers computes attention on whole sequences without a fused kernel, which the model does not support. Not
+    part of `fingerprint`."""
     experts: ExpertWork | None = field(default=None, repr=False)
-    """Those that run as one module, whose matrices are among `products`, too. Not part of `fingerprint`."""
+    """Experts that run as one module; their matrices are also among `products`. Not part of `fingerprint`."""
 
     @property
     def expert_parameters(self) -> int:
@@ -90,7 +90,7 @@ class LayerWork:
 
     @property
     def dense(self) -> tuple[Product, ...]:
-        """Return the products of all tokens: without those of `experts`."""
+        """Return the products that every token runs through, without those of `experts`."""
         return tuple(product for product in self.products if product.copies == 1 or self.experts is None)
 
     @property
@@ -155,11 +155,11 @@ def _experts(description: Description, index: int) -> ExpertWork | None:
 
 
 FINAL_NORMS = ("post_feedforward", "post_mlp")
-"""Prefixes of names of norms after the last product: Gemma 2 and 3, OLMo 2, GLM 4."""
+"""Prefixes of the names of norms that follow the last product: Gemma 2 and 3, OLMo 2, GLM 4."""
 
 
 def _last_product(layer: nn.Module, products: Sequence[tuple[str, Product]]) -> Product | None:
-    """Return `LayerWork.last`: MLPs run after attention, whatever the order in which a layer lists them."""
+    """Return `LayerWork.last`. MLPs run after attention, in whatever order a layer lists them."""
     has_final_norm = any("norm" in name and name.startswith(FINAL_NORMS) for name, _ in layer.named_children())
     if has_final_norm or any(product.copies > 1 for _, product in products):
         return None
@@ -170,8 +170,8 @@ def _last_product(layer: nn.Module, products: Sequence[tuple[str, Product]]) -> 
 def _gathered(
     layer: nn.Module, products: Sequence[tuple[str, Product]], hidden_size: int
 ) -> tuple[tuple[Product, ...], ...]:
-    """Return `LayerWork.gathered`: the linear layers of each child that take hidden states, but for the last one that
-    returns them. The runtime splits no other modules, such as experts: they keep their whole input."""
+    """Return `LayerWork.gathered`: the linear layers of each child that take hidden states, except for the last one
+    that returns them. The runtime splits no other modules, such as experts: they keep their whole input."""
     blocks: dict[str, list[tuple[str, Product]]] = {}
     for name, product in products:
         blocks.setdefault(name.partition(".")[0], []).append((name, product))
@@ -202,24 +202,24 @@ def _named_products(description: Description, index: int) -> Iterator[tuple[str,
 
 
 FUSIBLE = {"norm": 14, "rotary": 15, "activation": 1}
-"""What frameworks fuse, and how many kernels each of it is more, if they do not: counted in transformers' Llama layer,
-forward."""
+"""What frameworks may fuse, and how many more kernels each takes if not fused: counted in the forward of transformers'
+Llama layer."""
 
 FUSED_OPERATIONS = 8
-"""Kernels of a layer forward besides its products, if all of that is fused."""
+"""Kernels in the forward of a layer, excluding products, if everything in `FUSIBLE` is fused."""
 
 
 def operations_forward(fused: Collection[str]) -> int:
-    """Return the number of kernels of a layer forward besides its products. fused: some of `FUSIBLE`."""
+    """Return the number of kernels in the forward of a layer, excluding products. fused: some of `FUSIBLE`."""
     return FUSED_OPERATIONS + sum(kernels for name, kernels in FUSIBLE.items() if name not in fused)
 
 
 def streamed_forward(work: LayerWork, element: int, fused: Collection[str]) -> float:
     """Return the bytes per token of all operations between the products of a layer, forward. fused: some of `FUSIBLE`.
 
-    Fused: norms read and write once, the activation reads its inputs and writes one tensor, rotary embedding reads and
-    writes queries and keys. Otherwise as transformers computes them: an RMSNorm in fp32 is five operations, and
-    rotary embedding cuts, negates, joins, multiplies twice and adds.
+    Fused, norms read and write once, the activation reads its inputs and writes one tensor, and rotary embedding reads
+    and writes queries and keys. Otherwise they are counted as transformers computes them: an RMSNorm in fp32 is five
+    operations, and rotary embedding splits, negates, concatenates, multiplies twice and adds.
     """
     hidden, attention = work.hidden_size, work.attention
     eager_norm = 28.0 if element == 4 else 24.0 + 4.0 * element
@@ -233,13 +233,13 @@ def streamed_forward(work: LayerWork, element: int, fused: Collection[str]) -> f
 
 
 CAST_BYTES = 5.0
-"""Bytes that a cast to 8 bits reads and writes per element: 16 bits in; out, two layouts, or one after a pass for the
-maximum, which the operation before often computes."""
+"""Bytes that a cast to 8 bits reads and writes per element: 16 bits are read, and two layouts are written; or one
+layout, after a pass for the maximum, which the preceding operation often computes."""
 
 
 def cast_elements(work: LayerWork) -> tuple[float, float]:
-    """Return the elements per token that products of all tokens read, an input of several products once, and those of
-    the gradients of their results."""
+    """Return the elements per token that the dense products read, counting an input of several products once, and those
+    of the gradients of their results."""
     shared = sum((len(block) - 1) * work.hidden_size for block in work.gathered)
     return sum(product.inputs * product.met for product in work.dense) - shared, sum(
         product.outputs * product.met for product in work.dense
@@ -247,8 +247,8 @@ def cast_elements(work: LayerWork) -> tuple[float, float]:
 
 
 BACKWARD_STREAMED = 1.6
-"""Bytes of the backward of these operations, relative to the forward: a norm reads two tensors and writes one (forward:
-one and one), a gated activation reads three and writes two (forward: two and one)."""
+"""Bytes of the backward of the operations between products, relative to the forward: a norm reads two tensors and
+writes one (forward: one and one), a gated activation reads three and writes two (forward: two and one)."""
 
 BACKWARD_OPERATIONS = 1.5
 """Kernels of their backward, relative to the forward."""
@@ -274,5 +274,5 @@ LOSS_BYTES = {
     chunked    as fp32, and the logits are computed twice
 """
 LOSS_BYTES_ON_A_CPU = (36.0, 4.0)
-"""The same for "evenpipe" there: fp32 blocks written, mask and maximum, subtraction, exp, sum, and stored; read once
-more."""
+"""The same for "evenpipe" on a CPU: fp32 blocks are written, masked, reduced to their maximum, subtracted,
+exponentiated, summed and stored; the backward reads them once."""
