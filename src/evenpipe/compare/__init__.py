@@ -1,4 +1,4 @@
-"""Simulate schedules that a user names, beside each other and beside measured steps."""
+"""Simulate schedules that a user names, and compare them with each other and with measured steps."""
 
 from __future__ import annotations
 

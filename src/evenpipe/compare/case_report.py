@@ -1,4 +1,4 @@
-"""Cases as text: one in detail, several in a table."""
+"""Cases as text: a single case in detail, several in a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WHOLE = "without sharding, the first and last stage do the vocabulary work of al
 
 
 def summary(case: Case, costs: str | None) -> str:
-    """One case in detail. `costs`: the name of their file, None for equal ones."""
+    """One case in detail. costs: name of the cost file, None for equal costs."""
     simulation, timeline = case.simulation, case.simulation.timeline
     schedule = case.schedule
     first, *further = _work([case], costs)
@@ -57,7 +57,7 @@ def summary(case: Case, costs: str | None) -> str:
 
 
 def _work(cases: Sequence[Case], costs: str | None) -> list[str]:
-    """What a step consists of, in lines. `costs` as in `summary`."""
+    """Lines that describe the work of a step. costs: as in `summary`."""
     lines = [EQUAL if costs is None else f"{costs}, with the vocabulary layers"]
     if costs is None and any(case.simulation.timeline.on_device for case in cases):
         lines.append(EQUAL_COPIES)
@@ -79,21 +79,21 @@ SORTED_BY: dict[str, Callable[[Case], float]] = {
     "on-device": lambda case: _microbatches(case, max(case.simulation.timeline.peak_on_device)),
     "bytes": lambda case: max(case.simulation.timeline.peak_bytes or (math.inf,)),
 }
-"""Sort keys for the rows of `table`, the least first."""
+"""Sort keys for the rows of `table`, in ascending order."""
 
 _EQUALLY_SHORT = 1e-9
 """Steps with a smaller relative difference count as equal."""
 
 
 def sorted_cases(cases: Sequence[Case], by: str | None) -> list[Case]:
-    """`cases` sorted by a name of `SORTED_BY`, or unsorted. Equal cases keep their order."""
+    """`cases` sorted by a key of `SORTED_BY`, or unsorted. Equal cases keep their order."""
     return list(cases) if by is None else sorted(cases, key=SORTED_BY[by])
 
 
 @dataclass(frozen=True, slots=True)
 class CaseTable:
-    """One row per case; `above`: what to know before the table. Headings may have two lines; `left`: the number of
-    columns, the first ones, that are words."""
+    """One row per case. above: explanations before the table. head: headings, which may have two lines. left: number of
+    leading columns that are text."""
 
     above: list[str]
     head: list[str]
@@ -106,7 +106,7 @@ class CaseTable:
 
 
 def table(cases: Sequence[Case], costs: str | None, *, sort: str | None = None) -> CaseTable:
-    """One row per case, the shortest step marked. `costs` as in `summary`; sort: a name of `SORTED_BY`."""
+    """One row per case, with the shortest step marked. costs: as in `summary`. sort: a key of `SORTED_BY`."""
     with_bytes = any(case.simulation.timeline.peak_bytes for case in cases)
     copied = any(case.simulation.timeline.on_device for case in cases)
     head = ["schedule", "vocabulary", "stages per\ndevice", "lost %", "step", "bound", "span"]
@@ -156,7 +156,7 @@ def to_dict(cases: Sequence[Case], costs: str | None, *, several: bool, sort: st
 
 
 def labels(cases: Sequence[Case]) -> list[str]:
-    """Names with vocabulary modes. Files as they stand have only names, if there is no other case."""
+    """Names with vocabulary modes, or only names if all cases are unchanged files."""
     modes = any(case.mode is not None for case in cases)
     return [f"{case.name}, {_mode(case)}" if modes else case.name for case in cases]
 
@@ -193,8 +193,8 @@ def _critical_path(case: Case) -> list[str]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Aligned columns; the first `left` and one without a heading to the left, figures to the right. Headings
-    may have two lines."""
+    """Aligned columns: the first `left` ones and any without a heading to the left, figures to the right. Headings may
+    have two lines."""
     above = [name.rpartition("\n")[0] for name in head]
     lines = [*([above] if any(above) else []), [name.rpartition("\n")[2] for name in head], *rows]
     return words.table(lines, {column for column, name in enumerate(head) if column < left or not name})

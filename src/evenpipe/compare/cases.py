@@ -1,12 +1,11 @@
 """Simulate schedules that a user names: at one size, with costs, in vocabulary modes.
 
-A step always means the same work, whether a schedule is simulated alone or beside others:
+A step always has the same work, whether a schedule is simulated alone or compared with others:
 
-* Costs per stage belong to a stage of the first schedule, which is the only one if it stands alone. Equal costs, the
-  default, belong to a device. A schedule with more stages divides them, so that a device does the same work
-  (`costs_for_stages`).
-* The vocabulary layers are part of every step: as passes of all devices where the mode shards them, and else in the
-  passes of the first and last stage (`with_whole_vocabulary`), also in a file that is used as it stands.
+* Costs per stage are those of a stage of the first (or only) schedule. Equal costs, the default, are those of a device.
+  A schedule with more stages divides them, so that a device does the same work (`costs_for_stages`).
+* The vocabulary layers are part of every step: as passes of all devices if the mode shards them, otherwise in the
+  passes of the first and last stage (`with_whole_vocabulary`), even in a file that is used unchanged.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from .stage_costs import check_vocabulary_times, costs_for_stages, with_whole_vo
 class Case:
     """One schedule in one vocabulary mode, and its simulation.
 
-    name: as the user wrote it. mode: None for an unchanged file. costs: those of its own stages, including whole
-    vocabulary layers.
+    name: as the user wrote it. mode: None for an unchanged file. costs: for the stages of this schedule, including
+    unsharded vocabulary layers.
     """
 
     name: str
@@ -89,12 +88,12 @@ def plan_cases(
     """Every schedule of `names` (names, or CSV files, whose names end in .csv) in every mode of `vocabularies`.
 
     devices, microbatches: by default those of the first file. vocabularies: if empty, named schedules are balanced, and
-    files are unchanged. costs: equal ones by default; with `offload`, one forward of a device stores 1 byte. options:
-    of the generators; with several schedules each takes those that it has. offload: as for `plan_order`; programs stay
-    unchanged. slices: as for `plan_order`; `costs` are those of one slice. edges: of the stages of files; chains by
-    default. replicas: what they share, and when; None: there is one.
+    files are unchanged. costs: equal by default; with `offload`, one forward of a device stores 1 byte. options: of the
+    generators; with several schedules, each uses those that it has. offload: as for `plan_order`; programs stay
+    unchanged. slices: as for `plan_order`; `costs` are those of one slice. edges: between the stages of files; chains
+    by default. replicas: what they share, and when; None if there is only one.
 
-    Raises InputError for wrong names, sizes, options and files, with every fault of an unsound file.
+    Raises InputError for wrong names, sizes, options and files, listing every fault of an invalid file.
     """
     files = {name: _sound(name, edges) for name in names if name.endswith(".csv")}
     for schedule in files.values():
@@ -165,7 +164,7 @@ def _equal_costs(offload: str | float, replicas: Parallelism | None) -> Costs:
 
 @contextmanager
 def _errors_of(name: str, *, among: Sequence[str]) -> Iterator[None]:
-    """Add the name of the schedule to errors, if there are several."""
+    """Add the name of the schedule to errors if there are several schedules."""
     try:
         yield
     except InputError as error:
@@ -185,7 +184,7 @@ def _sound(path: str, edges: Sequence[Edge]) -> Order | Program:
 
 
 def _program_in_mode(name: str, program: Program, mode: VocabularyMode, costs: Costs) -> Program:
-    """A program has fixed passes; another mode would also need other transfers."""
+    """Return the program if it has the passes of the mode. They are fixed: another mode would need other transfers."""
     order = program.order
     if plan_order(order, order.devices, order.microbatches, mode, costs) != order:
         raise InputError(f"schedule '{name}' has transfers, so no passes can be added for vocabulary mode {mode}")
@@ -193,7 +192,8 @@ def _program_in_mode(name: str, program: Program, mode: VocabularyMode, costs: C
 
 
 def _options(name: str, options: Mapping[str, Any], *, is_single: bool) -> dict[str, Any]:
-    """The options for a schedule: all, for `generate` to refuse, or, among several schedules, those that it has."""
+    """The options for a schedule: all of them for a single one, so that `generate` refuses those that it does not have;
+    among several schedules, only those that it has."""
     if name.endswith(".csv"):
         return {}
     known = options if is_single else options_of(name)

@@ -25,7 +25,7 @@ class Comparison:
 
     @property
     def timelines(self) -> Mapping[str, Timeline]:
-        """Return both by name, the measured one first; with tensor ranks one for each of them."""
+        """Return both by name, the measured timeline first; with tensor ranks, there is one for each rank."""
         measured = [trace.timeline() for trace in self.trace.by_rank]
         if len(measured) == 1:
             return {"measured": self.measured, "predicted": self.predicted}
@@ -55,8 +55,8 @@ class Comparison:
 
     @property
     def allocations(self) -> str:
-        """Return a line that says how often devices asked the driver for memory, all tensor ranks of each together;
-        empty if nobody counted, as on a CPU."""
+        """Return a line that says how often devices requested memory from the driver, summed over the tensor ranks of
+        each; empty if this was not counted, as on a CPU."""
         by_device = zip(*(trace.devices for trace in self.trace.by_rank), strict=True)
         counted = [[device.allocations for device in ranks if device.allocations is not None] for ranks in by_device]
         if not any(counted):
@@ -65,7 +65,7 @@ class Comparison:
         return f"calls of the CUDA driver for memory in the step, per device: {calls}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return step and idle time of both, in seconds, lists per device."""
+        """Return the step and idle times of both, in seconds; lists are per device."""
         measured, predicted = self.measured, self.predicted
         return {
             "measured": measured.makespan,
@@ -78,8 +78,8 @@ class Comparison:
 def compare(trace: Trace, costs: Costs | None = None, *, unit_seconds: float = 1.0) -> Comparison:
     """Simulate the program of `trace`.
 
-    costs: by default those of the trace itself. unit_seconds: of `costs`. Raises InputError if they lack a kind of pass
-    of the program.
+    costs: by default those of the trace itself. unit_seconds: time unit of `costs`. Raises InputError if they lack a
+    kind of pass of the program.
     """
     if costs is None:
         costs, unit_seconds = costs_of([trace]), 1.0

@@ -17,10 +17,11 @@ PER_STAGE = ("F", "B", "I", "W", "R", "O", "L", "bytes")
 
 
 def costs_for_stages(costs: Costs, stages: int, target: int, who: str = "the schedule") -> Costs:
-    """Convert `costs` for `stages` stages to `wanted` stages that do the same work in total.
+    """Convert `costs` for `stages` stages to `target` stages that do the same work in total.
 
-    A number is divided evenly. A list, one number per stage, is added up if each new stage consists of whole old ones;
-    otherwise InputError is raised, which calls the schedule `who`. Costs that do not belong to stages stay.
+    A number is divided evenly. A list with one number per stage is summed if each new stage consists of entire old
+    ones; otherwise InputError is raised, with `who` as the name of the schedule. Costs that are not per stage do not
+    change.
     """
     if stages == target:
         return costs
@@ -68,11 +69,11 @@ def check_vocabulary_times(costs: Costs, mode: VocabularyMode) -> None:
 
 
 def with_whole_vocabulary(costs: Costs, placement: Placement) -> Costs:
-    """`costs` with the work of S, C, T, E and G of all devices in the passes of the first and the last stage.
+    """`costs` with the work of S, C, T, E and G of all devices moved to the passes of the first and last stage.
 
-    An output layer is three products of equal size (logits, their gradients with respect to its input and its
-    weights), so the last stage's F, I and W take a third of it each, and B two. E goes to the first F, G to the first W
-    and B, and likewise what replicas send. Kinds without a time stay so.
+    An output layer is three products of equal size (logits, and gradients with respect to its input and its weights),
+    so the last stage's F, I and W take a third of it each, and B two thirds. E is added to the first F, G to the first
+    W and B, and communication between replicas likewise. Kinds without a time stay without one.
     """
     if costs.slices:
         return of_slices(

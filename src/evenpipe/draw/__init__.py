@@ -1,7 +1,7 @@
 """Timelines as pictures: in the terminal, as SVG, as one interactive HTML file, as a trace for Perfetto.
 
-All four share one drawing model (`panel`, `kinds`, `figures`), and simulated and measured timelines are drawn by the
-same code.
+All outputs share one drawing model (`panel`, `kinds`, `figures`), and the same code draws simulated and measured
+timelines.
 """
 
 from .bars import Bars, bars_svg

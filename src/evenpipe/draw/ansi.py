@@ -31,7 +31,7 @@ class Painter:
         return "\033[0m" if self.colourful else ""
 
     def cell(self, character: str, ink: str | None, ground: str | None) -> str:
-        """`character` in #rrggbb on #rrggbb; None is the terminal's own background, for either of them."""
+        """`character` with colour `ink` on `ground`, both #rrggbb; None is the terminal's own background for either."""
         if not self.colourful:
             return character
         if ink is None and ground is None:

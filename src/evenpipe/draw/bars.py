@@ -18,7 +18,7 @@ _MOST_BARS = 64
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """One group of bars: name, and for each device bytes by term."""
+    """One group of bars: its name, and the bytes of each device by term."""
 
     name: str
     devices: tuple[Mapping[str, float], ...]
@@ -32,7 +32,7 @@ class Bars:
 def bars_svg(groups: Sequence[Bars], *, title: str = "", width: int = 1000, limit: float | None = None) -> str:
     """Groups of bars below each other on one axis of bytes, as an SVG document.
 
-    limit: bytes that a device has, drawn as a line. Raises InputError if there is nothing to draw, or too much.
+    limit: memory of a device in bytes, drawn as a line. Raises InputError if there is nothing to draw, or too much.
     """
     _check(groups)
     width = max(300, width)

@@ -1,4 +1,4 @@
-"""An SVG document built from shapes with plain attributes, so that every viewer and converter shows the same.
+"""An SVG document built from shapes with plain attributes, so that it looks the same in every viewer and converter.
 
 A style sheet, which other programs ignore, draws the same shapes on a dark background if the reader prefers it.
 """
@@ -22,7 +22,7 @@ _SAMPLE = 13
 
 
 class Entry(NamedTuple):
-    """An entry of a legend. height: that of the bar in its sample; a thin bar is on the colour of idle time."""
+    """An entry of a legend. height: of the bar in its sample; a thin bar is drawn on the colour of idle time."""
 
     colour: str
     text: str
@@ -57,7 +57,7 @@ class Canvas:
     def text(
         self, x: float, y: float, text: str, size: float, *, fill: str = TEXT, anchor: str = "", weight: str = ""
     ) -> None:
-        """Add a line of text; nothing for an empty one."""
+        """Add a line of text, unless it is empty."""
         if not text:
             return
         attributes = f' text-anchor="{anchor}"' if anchor and anchor != "start" else ""
@@ -67,7 +67,7 @@ class Canvas:
         )
 
     def axis(self, marks: Iterable[tuple[float, str]], left: float, right: float, y: float) -> None:
-        """Add a line with marks, each at an x and with a text below."""
+        """Add a line with marks, each given by its x and the text below it."""
         for x, text in marks:
             self.text(x, y + 18, text, 11, fill=FAINT, anchor="middle" if x > left else "start")
             self.path(f"M{n(x)} {n(y)}v5", FAINT)
@@ -103,7 +103,7 @@ class Canvas:
         )
 
     def _dark(self) -> Iterator[str]:
-        """Style rules for this picture only: a notebook has others in the same document."""
+        """Style rules for this picture only, because a notebook has others in the same document."""
         for colour in self._colours:
             raised = _IN_THE_DARK.get(colour) or for_dark(colour)
             if raised != colour:
@@ -114,7 +114,7 @@ class Canvas:
 
 
 def text_width(text: str, size: float) -> float:
-    """The approximate width of a text in a sans-serif font, rather too wide."""
+    """The approximate width of a text in a sans-serif font, overestimated rather than underestimated."""
     narrow = sum(character in " .,:;'|ijlI·" for character in text)
     return size * (0.58 * (len(text) - narrow) + 0.3 * narrow)
 

@@ -39,9 +39,9 @@ def cut(row: Sequence[Event], origin: float, width: float, columns: int) -> list
 def mean_colour(
     panel: Panel, pieces: Sequence[Piece], idle: str | None, start: float = 0.0, end: float = 1.0
 ) -> str | None:
-    """The mean colour between two places in a column, with `idle` mixed in for idle time.
+    """The mean colour between two positions in a column, with `idle` mixed in for idle time.
 
-    None if nothing runs, and, without an `idle` colour, if most of it is idle.
+    None if nothing runs there or, without an `idle` colour, if most of the time is idle.
     """
     total = [0.0, 0.0, 0.0]
     covered = 0.0

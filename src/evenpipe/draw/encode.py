@@ -1,9 +1,8 @@
 """A panel as compact JSON for the page: one table of integers, its columns compressed together, in base64.
 
-Times become ticks, whole multiples of a power of ten that is small compared to the makespan, so decimal costs stay
-exact. Every column has one 32-bit integer per event; a steadily growing column holds differences. The bytes of equal
-significance of a column are stored together, which compresses better: a regular schedule takes some two bytes per
-event.
+Times become ticks, integer multiples of a power of ten that is small compared to the makespan, so decimal costs stay
+exact. Every column has one 32-bit integer per event; a steadily growing column holds differences. The bytes of a column
+are grouped by significance, which compresses better: a regular schedule takes about two bytes per event.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .figures import Scale, figures
 from .panel import Panel, lanes
 
 RESOURCES = ("", "start", "device", "transfer", "communicator", "link", "engine")
-"""Resources that an event can wait for, by number; 0 means unknown. Others are added on first use."""
+"""Resources that an event can wait for; the index is the number, and 0 means unknown. Others are added on first use."""
 
 COMPUTE, TRANSFERS, BESIDE = range(3)
 """Types of rows of events; `BESIDE`: copies to the host and back, and collectives over replicas."""
@@ -34,14 +33,14 @@ EventNumbers = dict[tuple[int | None, Item | None], int]
 
 
 class Looks:
-    """The kinds and colours in use, numbered by first use: one table for all panels of a page."""
+    """The kinds and colours in use, numbered by first use, in one table for all panels of a page."""
 
     def __init__(self) -> None:
         self.entries: dict[tuple[Kind | TransferKind, tuple[str, ...]], int] = {}
         self.resources = {name: number for number, name in enumerate(RESOURCES)}
 
     def of(self, panel: Panel, event: Event) -> int:
-        """The number of kind and colours of an event."""
+        """The number of an event's kind and colours."""
         return self.entries.setdefault((event.item.kind, panel.colours(event)), len(self.entries))
 
     def resource(self, name: str) -> int:
@@ -52,8 +51,8 @@ class Looks:
 def encode(panel: Panel, looks: Looks, scale: Scale) -> dict[str, Any]:
     """A panel as JSON.
 
-    rows: (device, type, number of its first event) of each row; events of a row do not overlap and are in the order of
-    their starts. texts: by number of event, the text of anything but a plain pass. unknown: by number, the text of a
+    rows: (device, type, number of its first event) of each row; events of a row do not overlap and are sorted by start.
+    texts: by number of event, the text of anything other than a plain pass. unknown: by number of event, the text of a
     cause that is not in the picture.
     """
     rows, events = _rows(panel)
@@ -98,7 +97,7 @@ def _planes(column: array[int]) -> bytes:
 
 
 def _rows(panel: Panel) -> tuple[list[tuple[int, int, int]], list[Event]]:
-    """Rows without overlap: compute, and as many as needed for events beside it."""
+    """Rows of events that do not overlap: one for compute, and as many as needed for events that run beside it."""
     rows: list[tuple[int, int, int]] = []
     events: list[Event] = []
     for device in range(panel.devices):
@@ -117,9 +116,9 @@ def _rows(panel: Panel) -> tuple[list[tuple[int, int, int]], list[Event]]:
 def _table(
     panel: Panel, events: list[Event], looks: Looks, step: float
 ) -> tuple[list[array[int]], dict[int, str], dict[int, str]]:
-    """Columns: start and duration (ticks), look, stage and microbatch (-1: None), slice, cause (0: None, else
-    how many events before this one), resource, the ticks in which tensor ranks only exchange rows, slack (ticks; -1 if
-    not known), and the pass that waits first (as the cause)."""
+    """Columns: start and duration (ticks), look, stage and microbatch (-1: None), slice, cause (how many events before
+    this one; 0: None), resource, ticks in which tensor ranks only exchange rows, slack (ticks; -1 if not known), and
+    the first pass to wait (encoded like the cause)."""
     origin = panel.origin
     starts = array("i", [round((event.start - origin) / step) for event in events])
     ends = [round((event.end - origin) / step) for event in events]
@@ -150,7 +149,7 @@ def _table(
 
 
 def _back(number: int, slack: Slack | None, event_numbers: EventNumbers) -> int:
-    """How many events before this one the pass is that waits for it first; 0 for the end of the step."""
+    """The offset from this event back to the first pass that waits for it; 0 for the end of the step."""
     waiting_number = None if slack is None else event_numbers.get((slack.device, slack.item))
     return 0 if waiting_number is None else number - waiting_number
 

@@ -38,7 +38,7 @@ class Figure:
 
 
 def figures(panel: Panel, scale: Scale) -> list[Figure]:
-    """The figures of a whole timeline; zeros for one without events."""
+    """The figures of a timeline; zeros if it has no events."""
     timeline = panel.timeline
     if not panel.devices:
         return [Figure("devices", "0", "Rows of the timeline")]
@@ -54,8 +54,8 @@ def figures(panel: Panel, scale: Scale) -> list[Figure]:
 
 
 def exchange_text(panels: Iterable[Panel]) -> str:
-    """Which part of each kind of pass tensor ranks only exchange rows: "tensor collectives: 18.2 % of F"; empty
-    if there are none."""
+    """The share of each kind of pass in which tensor ranks only exchange rows: "tensor collectives: 18.2 % of F"; empty
+    if there is none."""
     panels = tuple(panels)
     words = []
     for kind in kinds_in(panels):
@@ -68,7 +68,7 @@ def exchange_text(panels: Iterable[Panel]) -> str:
 
 
 def shades_text(panels: Iterable[Panel]) -> str:
-    """What the shades of a colour mean; empty if every kind has one."""
+    """What the shades of a colour mean; empty if every kind has only one."""
     panels = tuple(panels)
     meanings = []
     if any(len(stages) > 1 for panel in panels for stages in panel.stages):
@@ -79,7 +79,7 @@ def shades_text(panels: Iterable[Panel]) -> str:
 
 
 def limit_text(panels: Iterable[Panel]) -> str:
-    """The limits of memory: "memory limit: 6 in flight"; empty if there are none."""
+    """The memory limits: "memory limit: 6 in flight"; empty if there are none."""
     limits = (amount_text(panel, limit) for panel in panels for limit in sorted(set(panel.timeline.limit or ())))
     text = ", ".join(dict.fromkeys(limits))
     return f"memory limit: {text}" if text else ""
@@ -135,7 +135,7 @@ def bytes_text(value: float) -> str:
 
 
 def ticks(length: float, scale: Scale, number_of_ticks: float) -> list[tuple[float, str]]:
-    """(time, text) of round times from 0 to `length`, about `most` of them."""
+    """(time, text) of about `number_of_ticks` round times from 0 to `length`."""
     step = round_step(length / max(1.0, number_of_ticks), scale.unit_seconds)
     if step <= 0:
         return [(0.0, scale.text(0.0))]
@@ -143,7 +143,7 @@ def ticks(length: float, scale: Scale, number_of_ticks: float) -> list[tuple[flo
 
 
 def round_step(step: float, unit_seconds: float | None = None) -> float:
-    """The next of 1, 2, 5, 10, 20, ... from `step` on, in seconds if `unit_seconds` is known; 0 for 0."""
+    """The smallest of 1, 2, 5, 10, 20, ... that is at least `step`, in seconds if `unit_seconds` is known; 0 for 0."""
     if step <= 0:
         return 0.0
     unit = unit_seconds or 1.0

@@ -1,8 +1,8 @@
-"""How each kind looks: its words, its colour, and the shades that tell apart a device's stages and the slices of a
+"""How each kind looks: its words, its colour, and the shades that distinguish a device's stages and the slices of a
 sequence.
 
-The colours differ in lightness as well as in hue, so that kinds that share a row stay apart for readers with
-protanopia, deuteranopia or tritanopia; a test computes how far apart they are.
+The colours differ in lightness as well as in hue, so that readers with protanopia, deuteranopia or tritanopia can
+distinguish the kinds in a row; a test computes their distances.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 from evenpipe.schedule import Item, Kind, Pass, TransferKind, parts_of
 
 MOST_SHADES = 16
-"""Most shades for the stages of a device and the slices of a sequence; more would look alike."""
+"""Maximum number of shades for the stages of a device and the slices of a sequence; more would look alike."""
 
 IDLE = "#e9ecf0"
 """Colour of idle time."""
@@ -59,14 +59,15 @@ LOOKS: dict[Kind | TransferKind, Look] = {
 
 
 def colours_of(item: Item, stages: tuple[int, ...], slices: int = 1) -> tuple[str, ...]:
-    """The colour of a pass on a device that holds `stages`, with sequences of so many slices: one, or one per
-    part of passes that run as one."""
+    """The colours of a pass on a device that holds `stages`, with sequences of `slices` slices: one colour, or one per
+    part of a joint pass."""
     parts = parts_of(item) if isinstance(item, Pass) else (item,)
     return tuple(_shaded(part, stages, slices) for part in parts)
 
 
 def _shaded(part: Item, stages: tuple[int, ...], slices: int) -> str:
-    """The colour of a pass: from the first stage to the last, and in each from the first slice to the last."""
+    """The colour of a pass: shades run from the first stage to the last, and in each from the first slice to the
+    last."""
     colour = LOOKS[part.kind].colour
     if isinstance(part.kind, TransferKind):
         return colour
@@ -79,7 +80,7 @@ def _shaded(part: Item, stages: tuple[int, ...], slices: int) -> str:
 
 
 def _shade(colour: str, position: int, shades: int) -> str:
-    """One of several shades of `colour`: light at place 0, for the first stage or slice, dark at the last."""
+    """One of several shades of `colour`: light at position 0, for the first stage or slice, dark at the last."""
     if shades < 2:
         return colour
     reach = 0.18 if shades == 2 else 0.3
@@ -88,7 +89,7 @@ def _shade(colour: str, position: int, shades: int) -> str:
 
 
 def mix(colour: str, target: str, share: float) -> str:
-    """`colour` mixed with that share of `other`, both #rrggbb."""
+    """`colour` mixed with the given share of `target`, both #rrggbb."""
     pairs = zip(channels(colour), channels(target), strict=True)
     return text_of(tuple(a + (b - a) * share for a, b in pairs))
 
@@ -116,7 +117,7 @@ def ink_on(colour: str) -> str:
 
 
 def for_dark(colour: str) -> str:
-    """`colour` for a dark page: dark kinds are lightened, all shades alike, so that they stand out from the page
+    """`colour` for a dark page: all shades of dark kinds are lightened equally, so that they stand out from the page
     and stages from each other."""
     return mix(colour, "#ffffff", 0.28) if luminance(_kinds_colour().get(colour, colour)) < 0.1 else colour
 

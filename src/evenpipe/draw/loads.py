@@ -18,15 +18,15 @@ SCALE = (
     (2.0, "#f8bb2d", "up to 2"),
     (float("inf"), "#cc3f16", "more than 2"),
 )
-"""Shares of the mean, up to the first number: colour and text. Only the first one is included itself."""
+"""Upper bound of the load relative to the mean, colour and text. Bounds are exclusive, except for the first one."""
 _ROW, _GAP, _RIGHT = 14.0, 2.0, 150.0
 _WIDE = 6.0
-"""Experts that are as wide stand apart; narrower ones of one colour are drawn as one."""
+"""Columns at least this wide are separated by gaps; narrower neighbours of the same colour are drawn as one."""
 
 
 def loads_svg(layers: Mapping[str, Sequence[float]], *, title: str = "", width: int = 1000) -> str:
-    """An SVG document: a row for each layer, a column for each expert, coloured by its tokens over the mean of
-    the layer.
+    """An SVG document with a row per layer and a column per expert, coloured by its tokens relative to the mean of the
+    layer.
 
     layers: tokens of each expert, by the name of the layer. Raises InputError if there is nothing to draw.
     """

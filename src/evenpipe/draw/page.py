@@ -1,8 +1,8 @@
 """A page to explore timelines: one self-contained HTML file, which loads nothing.
 
-Its parts are in the folder `page`: a skeleton, a style sheet, and scripts that this module joins in the order of
+Its parts are in the folder `page`: a skeleton, a style sheet, and scripts that this module concatenates in the order of
 `SCRIPTS`. A content security policy allows only these, and no connections. Figures are plain HTML tables, for readers
-without scripts.
+who have scripts disabled.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _devices(panel: Panel) -> str:
 
 
 def _filled(text: str, values: dict[str, str]) -> str:
-    """`text` with each @@NAME@@ replaced, in one pass: names inside values are not replaced."""
+    """`text` with each @@NAME@@ replaced in a single pass, so that names inside values are not replaced."""
     return re.sub(r"@@([A-Z_]+)@@", lambda match: values[match[1]], text)
 
 

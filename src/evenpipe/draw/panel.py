@@ -19,7 +19,7 @@ Timelines = Timeline | Mapping[str, Timeline]
 """The input of every output: one timeline, or several by name, drawn in this order on one time axis."""
 
 TRANSFER = "transfer"
-"""The resource of a cause that means: this had to arrive."""
+"""The resource of a cause whose item had to arrive."""
 
 Curve = list[tuple[float, float]]
 """A step function: (time, value from then on), by time."""
@@ -27,7 +27,7 @@ Curve = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A device was idle until `item`, which runs beside compute, was complete."""
+    """A device was idle until `item`, which overlaps with compute, was complete."""
 
     item: Item
     start: float
@@ -48,7 +48,7 @@ class Panel:
 
     @cached_property
     def beside(self) -> tuple[tuple[Event, ...], ...]:
-        """The events beside compute, per device, by start."""
+        """The events that overlap with compute, per device, by start."""
         rows = tuple(_by_start(row) for row in self.timeline.beside)
         return rows + ((),) * (self.devices - len(rows))
 
@@ -61,7 +61,8 @@ class Panel:
         )
 
     def waits(self, device: int) -> list[Wait]:
-        """The idle times of a device that ended with a need of its next pass, if causes are known."""
+        """The idle times of a device that ended when something its next pass needs was complete, if causes are
+        known."""
         waits = []
         clock = self.origin
         for event in self.rows[device]:
@@ -73,7 +74,7 @@ class Panel:
 
     @cached_property
     def awaited(self) -> tuple[Kind | TransferKind, ...]:
-        """The kinds that run beside compute and that any device waits for, in the order of legends."""
+        """The kinds that overlap with compute and that any device waits for, in the order of legends."""
         kinds = {wait.item.kind for device in range(self.devices) for wait in self.waits(device)}
         return tuple(kind for kind in LOOKS if kind in kinds)
 
@@ -106,7 +107,7 @@ class Panel:
         return 1 + max((part.slice for row in self.rows for event in row for part in parts(event)), default=0)
 
     def colours(self, event: Event) -> tuple[str, ...]:
-        """One colour, or one per part of passes that run as one."""
+        """One colour, or one per part of a joint pass."""
         item = event.item
         parts = tuple((part.kind, part.stage, part.slice) for part in item.parts) if isinstance(item, Pass) else ()
         key = (item.kind, item.stage, item.slice, parts, event.device)
@@ -127,19 +128,19 @@ class Panel:
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:
-        """Return, per device, the most bytes if known, else the most stage activations on it."""
+        """Return, per device, the maximum number of bytes if known, else of stage activations."""
         if self.knows_bytes:
             return tuple(max((value for _, value in self.curve(device)), default=0.0) for device in range(self.devices))
         return tuple(float(peak) for peak in self.timeline.peak_on_device)
 
     @property
     def highest(self) -> float:
-        """The end of the scale of its curves: the highest peak, or a little more than the highest limit."""
+        """The upper end of the scale of its curves: the highest peak, or a little more than the highest limit."""
         return max((*self.peaks, *(1.2 * limit for limit in self.timeline.limit or ())), default=0.0)
 
     @property
     def held(self) -> str:
-        """Which stage activations `curve` counts if bytes are not known."""
+        """The stage activations that `curve` counts if bytes are not known."""
         return "in flight" if self.timeline.on_device is None else "on the device"
 
     def curve(self, device: int) -> Curve:
@@ -174,14 +175,14 @@ def panels_of(timelines: Timelines) -> tuple[Panel, ...]:
 
 
 def kinds_in(panels: Iterable[Panel]) -> tuple[Kind, ...]:
-    """Kinds of pass that take time in any of the panels, in the order of legends."""
+    """Kinds of pass that take time in at least one panel, in the order of legends."""
     timed = (event for panel in panels for row in panel.rows for event in row if event.end > event.start)
     kinds = {part.kind for event in timed for part in parts(event)}
     return tuple(kind for kind in LOOKS if isinstance(kind, Kind) and kind in kinds)
 
 
 def lanes(events: Iterable[Event]) -> list[int]:
-    """The lane of each event, given by start: as few lanes as possible, in which events do not overlap."""
+    """The lane of each event: as few lanes as possible without overlapping events. Events must be sorted by start."""
     free: list[float] = []  # per lane, the end of its last event
     assigned = []
     for event in events:

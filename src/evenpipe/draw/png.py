@@ -1,4 +1,4 @@
-"""Pictures as PNG: an installed browser converts our SVG, so evenpipe needs no library for it."""
+"""Pictures as PNG, converted from our SVG by an installed browser, so that evenpipe needs no library for it."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _WAIT = 0.3
 _THIN = 4.0
 """Height of the bar of a wait in the legend."""
 _COPY = 0.4
-"""Height of the lane of passes beside compute, relative to a row."""
+"""Height of the lanes of passes that overlap with compute, relative to a row."""
 
 
 def svg(
@@ -54,7 +54,7 @@ def svg(
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Heights of a device's row, of the passes beside it and the memory curve below it, and of the gap to the next."""
+    """Heights of a device's row, of the lanes and the memory curve below it, and of the gap to the next row."""
 
     height: float
     lanes: float
@@ -123,7 +123,7 @@ class _Page:
         top += _HEADING
         if self.memory and panel.devices:
             self.canvas.text(self.width - 6, top - 6, "peak", 10, fill=FAINT, anchor="end")
-        every = max(1, -(-11 // max(1, int(self.rows.pitch))))  # rows lower than a line of text get no names
+        every = max(1, -(-11 // max(1, int(self.rows.pitch))))  # if rows are lower than text, only some have a name
         comparable = [candidate for candidate in self.panels if candidate.knows_bytes == panel.knows_bytes]
         highest = max(candidate.highest for candidate in comparable)
         for device in range(panel.devices):
@@ -153,7 +153,7 @@ class _Page:
             self._box(panel, event, y)
 
     def _lanes(self, panel: Panel, device: int, y: float) -> None:
-        """Draw passes beside compute, on as many lanes as run at a time."""
+        """Draw the passes that overlap with compute, on as many lanes as run at the same time."""
         events = panel.passes_beside[device]
         chosen = lanes(events)
         height = self.rows.lanes / (max(chosen, default=0) + 1)
@@ -265,13 +265,13 @@ class _Page:
 
 
 def _entries(kinds: Collection[Kind | TransferKind]) -> list[Entry]:
-    """Colour and text of each look in a legend; kinds that look alike share the first one's."""
+    """Colour and text of each look in a legend; kinds that look alike share the entry of the first one."""
     first = {look: kind for kind, look in reversed(LOOKS.items()) if kind in kinds}
     return [Entry(look.colour, f"{kind.value}  {look.words}") for look, kind in reversed(first.items())]
 
 
 def _short(item: Item) -> str:
-    """The unit of a copy; the part that a collective over replicas is about."""
+    """The unit of a copy, or the part of the model that a collective over replicas is for."""
     if isinstance(item, Pass) and item.kind in SHARDING_KINDS:
         return str(part_of(item))
     return unit_text(item)

@@ -1,12 +1,12 @@
 """A timeline as text: one line per device, in colour if the terminal supports it, else with letters.
 
-In colour a pass is a block with its microbatch in it; eighths of a character place its edges. Passes narrower than a
-character show as their mean colour. Without colour a pass starts with the letter of its kind, followed by its
-microbatch if there is room and by dashes to its end; a dot is idle time. If most passes had no room, time continues
-below, in as many bands as needed, up to `MAX_LINES`.
+In colour a pass is a block that contains its microbatch; its edges are drawn to an eighth of a character. Passes
+narrower than a character are shown by their mean colour. Without colour a pass starts with the letter of its kind,
+followed by its microbatch if there is room and by dashes up to its end; a dot is idle time. If most names would not
+fit, time continues below, in as many bands as needed, up to `MAX_LINES`.
 
-Where a device has several stages, names say which: F3 is of the first and f3 of the second of two, F4/3 of stage 4 if
-there are more. Every name begins with its letter, so short passes next to each other stay apart.
+If a device has several stages, names include the stage: with two stages, F3 is of the first and f3 of the second; with
+more, F4/3 is of stage 4. Every name begins with its letter, so short neighbouring passes can be told apart.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .panel import Panel, Timelines, kinds_in, panels_of, parts
 
 SMALLEST_WIDTH = 40
 MAX_LINES = 128
-"""Most rows of devices in a picture without colour, if a device takes several."""
+"""Maximum number of lines in a picture without colour, if a device takes several."""
 _SCREEN = 48
-"""Most of them for the sake of vocabulary passes, which are often much shorter than others."""
+"""The same if vocabulary passes, which are often much shorter than others, must have room too."""
 _LETTER: dict[Kind | TransferKind, str] = {
     Kind.OVERLAP_F_B: "&",
     **dict.fromkeys(GATHERING_KINDS, "u"),
@@ -41,7 +41,7 @@ _LETTER: dict[Kind | TransferKind, str] = {
     **dict.fromkeys(REDUCING_KINDS, "g"),
 }
 _COUNTED = (Kind.F, Kind.B, Kind.I, Kind.W)
-"""Kinds that a picture in letters must have room for."""
+"""Kinds whose names must fit in a picture without colour."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _HEIGHTS = " ▁▂▃▄▅▆▇█"
 _IDLE = "#8a9099"
@@ -86,7 +86,7 @@ def depth_of_output() -> str:
 
 
 class _Page:
-    """All panels in one width: a column for names, one for the timeline, one for the busy share of each device."""
+    """All panels at the same width: columns for names, for the timeline and for the busy share of each device."""
 
     def __init__(
         self, panels: tuple[Panel, ...], painter: Painter, width: int, scale: Scale, *, waits: bool, overview: bool
@@ -118,7 +118,8 @@ class _Page:
         return self.length / (self.columns * self.bands)
 
     def _band_count(self) -> int:
-        """How many bands give passes of every kind room for their names, or at least those of stages; 1 if too many."""
+        """The number of bands in which the names of all kinds of pass fit, or at least those of stage passes; 1 if it
+        would be too high."""
         durations: defaultdict[Kind | TransferKind, list[float]] = defaultdict(list)
         longest: defaultdict[Kind | TransferKind, int] = defaultdict(int)
         for panel in self.panels:
@@ -135,7 +136,7 @@ class _Page:
         return 1
 
     def _device(self, panel: Panel, device: int, highest: float | None) -> list[list[str]]:
-        """The line of a device, and that of its memory if `highest` is given, each as its bands."""
+        """The line of a device, and the line of its memory if `highest` is given, each divided into bands."""
         cells = cut(panel.rows[device], panel.origin, self._step, self.columns * self.bands)
         busy = f"{100 * busy_share(panel, device):.0f} %".rjust(self.right)
         name = self.painter.faint(f"device {device}".ljust(self.left))
@@ -184,7 +185,7 @@ class _Page:
         return "".join(body) + self.painter.reset
 
     def _cell(self, panel: Panel, pieces: list[Piece], label: tuple[str, int], dot: str) -> str:
-        """A column. label: a character, and which of the passes that run as one it is about."""
+        """A column. label: a character, and the index of the part of a joint pass that it belongs to."""
         paint = self.painter.cell
         if not pieces:
             return paint("·", dot, None)
@@ -247,7 +248,7 @@ class _Page:
 
 
 def _name(panel: Panel, event: Event) -> str:
-    """The name of a pass: F3, f3 or F4/3, and F3&b2 for passes that run as one."""
+    """The name of a pass: F3, f3 or F4/3, and F3&b2 for a joint pass."""
     return "&".join(f"{_letter(panel, event.device, part)}{unit_text(part)}" for part in parts(event))
 
 
@@ -260,10 +261,11 @@ def _letter(panel: Panel, device: int, part: Pass) -> str:
 
 
 def _labels(panel: Panel, cells: list[list[Piece]], step: float) -> dict[int, tuple[str, int]]:
-    """Per column, one character of the name, or of the unit, of the pass that fills it and enough of its neighbours,
-    and which of the passes that run as one it is about.
+    """Per column, one character of the name or unit of the pass that fills it, and the index of the part of a joint
+    pass that the character belongs to. A name is used only if it fits into the columns that the pass fills.
 
-    Passes of less than a column and a half get no label: whether they fill a column would depend on where they start.
+    Passes shorter than a column and a half get no label, because whether they fill a column depends on where they
+    start.
     """
     labels: dict[int, tuple[str, int]] = {}
     column = 0
@@ -287,7 +289,7 @@ def _full(pieces: list[Piece]) -> bool:
 
 
 def _striped(panel: Panel, piece: Piece) -> tuple[str, ...]:
-    """The colours of a pass; odd units are a little darker, to tell neighbours of one kind apart."""
+    """The colours of a pass; odd units are slightly darker, to tell neighbours of the same kind apart."""
     colours = panel.colours(piece.event)
     odd = ((piece.event.item.microbatch or 0) + piece.event.item.slice) % 2
     return tuple(mix(colour, "#000000", 0.12) for colour in colours) if odd else colours
@@ -298,7 +300,7 @@ def _eighth(position: float) -> str:
 
 
 def _lettered(panel: Panel, cells: list[list[Piece]]) -> str:
-    """One character per column: for the event with the largest part, or a dot if most of the column is idle."""
+    """One character per column: of the event with the largest share, or a dot if most of the column is idle."""
     text = []
     for event, columns in groupby(map(_largest, cells)):
         room = len(list(columns))

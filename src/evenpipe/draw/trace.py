@@ -1,9 +1,9 @@
 """Timelines in the Trace Event format of Chrome, which Perfetto (ui.perfetto.dev) opens.
 
-A device is a process, counted from 1, because Perfetto uses 0 for the kernel. Its threads are compute, waits (idle
+A device is a process, numbered from 1 because Perfetto uses 0 for the kernel. Its threads are compute, waits (idle
 times, by what ended them), communication, copies to and from the host, and collectives over replicas, with as many
-threads of the last three as run at the same time. Memory is a counter. An arrow leads from each pass to the pass of
-another device that takes its result, if the timeline has the placement of its stages.
+threads for each of the last three as run at the same time. Memory is a counter. An arrow leads from each pass to the
+pass of another device that uses its result, if the timeline knows the placement of its stages.
 
 Times are whole nanoseconds, the unit of Perfetto, so that consecutive slices do not overlap.
 
@@ -26,7 +26,7 @@ _MICROSECONDS = 1e6
 _DEFAULT_UNIT_SECONDS = 1e-3
 _COMPUTE, _WAITS = 1, 2  # numbers of threads
 _THREADS = {"communication": 100, "copies": 200, "replicas": 300}
-"""First numbers of the threads of what runs beside compute."""
+"""First thread numbers of the categories that overlap with compute."""
 _BACKWARD = (Kind.I, Kind.B)
 
 
@@ -52,7 +52,7 @@ def trace(timelines: Timelines, *, unit_seconds: float | None = None) -> str:
 
 
 class _Writer:
-    """Writes one panel. first: number of the process of its device 0. numbers: for arrows, of all panels."""
+    """Writes one panel. first: process number of its device 0. numbers: for arrows, shared by all panels."""
 
     def __init__(self, panel: Panel, first: int, numbers: Iterator[int], unit: float) -> None:
         self.panel, self.first, self.numbers, self.unit = panel, first, numbers, unit
@@ -94,7 +94,7 @@ class _Writer:
             yield from self._arrow(next(self.numbers), source, target)
 
     def _beside(self) -> Iterator[tuple[Event, int, str]]:
-        """The events beside compute, with their threads; name the threads."""
+        """The events that overlap with compute, with their threads. Names the threads."""
         for device in range(self.panel.devices):
             for category, base in _THREADS.items():
                 row = [event for event in self.panel.beside[device] if _category(event.item) == category]
@@ -138,7 +138,7 @@ class _Writer:
 
     def _arrow(self, number: int, source: Event, target: Event) -> Iterator[dict[str, Any]]:
         common = {"name": "hop", "cat": "hop", "id": number, "tid": _COMPUTE}
-        middle = (source.start + source.end) / 2  # inside the slice, so that the arrow begins at this one
+        middle = (source.start + source.end) / 2  # inside the slice, so that the arrow is attached to it
         yield {"ph": "s", **common, "pid": self.first + source.device, "ts": self._at(middle)}
         yield {"ph": "f", "bp": "e", **common, "pid": self.first + target.device, "ts": self._at(target.start)}
 
@@ -157,8 +157,8 @@ def _category(item: Item) -> str:
 
 
 def _hops(panel: Panel) -> Iterator[tuple[Event, Event]]:
-    """Pairs of passes of stages on two devices with an edge between them: forward along it, backward against
-    it. None if the placement is not known."""
+    """Pairs of passes on two devices whose stages are connected by an edge, in its direction for forwards, against it
+    for backwards. Empty if the placement is not known."""
     placement = panel.timeline.placement
     if placement is None:
         return

@@ -1,9 +1,9 @@
 """Orders and programs as `torch.distributed.pipelining` (2.13) reads and writes them.
 
-Its runtime knows two formats. "compute_only" is an order of F, B, I, W and OVERLAP_F_B, to which it adds communication
+Its runtime reads two formats. "compute_only" is an order of F, B, I, W and OVERLAP_F_B, to which it adds communication
 itself. "compute_comms" has everything: the hops, and the sharding of parameters (UNSHARD, RESHARD) and of gradients
-(REDUCE_GRAD, which also divides them by the number of microbatches, so a file without it trains wrongly). In both,
-stages find their rank by the rows, so any placement works. The runtime checks little, so we check what we write.
+(REDUCE_GRAD, which also divides them by the number of microbatches, so a file without it trains incorrectly). In both,
+the rows determine the rank of each stage, so any placement works. The runtime checks little, so we check what we write.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from evenpipe.schedule.text import cell_name, rows_to_csv
 COMPUTE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B})
 
 PREFETCHED = 2
-"""Stages whose parameters are gathered ahead, as in torch's own lowering."""
+"""Number of stages whose parameters are gathered ahead, as in torch's own lowering."""
 
 
 def to_torch(schedule: Order | Program, *, lowered: bool | None = None) -> str:
     """The CSV text of an order or program for `_PipelineScheduleRuntime._load_csv`.
 
     lowered: True writes format "compute_comms", with communication and sharding added where they are missing; False
-    writes "compute_only", without either. By default a program is lowered, an order is not.
+    writes "compute_only", without either. By default a program is lowered and an order is not.
 
-    Raises InputError for a pass that torch's runtime does not have, for stages that are not a chain, for an order that
-    only evaluates (the runtime's `eval` needs none), and for an unsound one.
+    Raises InputError for a pass that torch's runtime does not support, for stages that are not a chain, for an order
+    that only evaluates (the runtime's `eval` needs none), and for an invalid order or program.
     """
     if schedule.forward_only:
         raise InputError("the order only evaluates, but torch's runtime reads orders that train; its eval() needs none")
@@ -68,10 +68,10 @@ def to_torch(schedule: Order | Program, *, lowered: bool | None = None) -> str:
 
 
 def from_torch(text: str) -> Order | Program:
-    """Read a CSV file of torch: a Program if it has communication or sharding in it, else an Order.
+    """Read a CSV file of torch: a Program if it contains communication or sharding, else an Order.
 
-    Placement and number of microbatches follow from the rows. The result may be unsound, as torch writes and reads such
-    files: use the checker. Raises InputError that names row and column of a cell that is not a pass.
+    Placement and number of microbatches are inferred from the rows. The result may be invalid, because torch writes and
+    reads such files too: use the checker. Raises InputError with the row and column of a cell that is not a pass.
     """
     try:
         rows = [[_cell(cell) for cell in row] for row in csv.reader(io.StringIO(text, newline=""))]
@@ -94,7 +94,7 @@ def from_torch(text: str) -> Order | Program:
 
 
 def _unsupported_reason(item: Item | None) -> str:
-    """Why torch's runtime does not have `item`, and what to do; an empty text if it has."""
+    """Why torch's runtime does not support `item`, and what to do; empty if it does."""
     if item is None:
         return ""
     if isinstance(item, Transfer) and item.kind not in HOP_KINDS:

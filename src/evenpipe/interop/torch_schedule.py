@@ -1,10 +1,11 @@
-"""Schedules of `torch.distributed.pipelining` as objects: the order that an instance executes, or a class would.
+"""Schedules of `torch.distributed.pipelining` as objects: the order that an instance, or an instance of a class,
+executes.
 
-A schedule of several stages per rank keeps its rows in `pipeline_order`, and the lowered ones in
-`pipeline_order_with_comms`. A schedule of one stage reports rows only for pictures, and executes a loop. For the last
-rank of `Schedule1F1B`, torch 2.13 reports another order than it executes (its row starts with microbatch 1 and ends
-with one that does not exist). So we run the loop, for each rank in turn, on a stage that computes nothing and records
-the calls.
+A schedule with several stages per rank has its rows in `pipeline_order`, and lowered rows in
+`pipeline_order_with_comms`. A schedule with one stage per rank executes a loop, and reports rows for pictures only. For
+the last rank of `Schedule1F1B`, torch 2.13 reports a different order from the one it executes (its row starts with
+microbatch 1 and ends with one that does not exist). So we run the loop, for each rank in turn, on a stage that computes
+nothing and records the calls.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ Rows = Mapping[int, Sequence[Any]]
 
 
 def is_torch_schedule(value: Any) -> bool:
-    """Whether this is a schedule of torch, or a class of them. Imports nothing: if so, its module is loaded."""
+    """Whether this is a schedule of torch, or a class of such schedules. Imports nothing, because the module of such an
+    object is already loaded."""
     module = sys.modules.get(MODULE)
     if module is None:
         return False
@@ -47,10 +49,10 @@ def from_torch_schedule(
     *,
     stages_per_device: int | None = None,
 ) -> Order | Program:
-    """The order that a schedule of torch executes; its program if it was loaded from a lowered file.
+    """The order that a schedule of torch executes, or its program if it was loaded from a lowered file.
 
     Args:
-        schedule: an instance, which knows its size, or a class, which is built with stand-in stages.
+        schedule: an instance, which knows its size, or a class, which is instantiated with stand-in stages.
         stages_per_device: for a class; default 1 if it has one stage per rank, else 2.
 
     Raises InputError if torch has no such schedule of this size, with torch's own message, and for an instance of
@@ -97,7 +99,7 @@ def _is_single(schedule: Any) -> bool:
 
 
 class _NotingStage:
-    """A stage that computes and sends nothing, and records the passes that it is asked for."""
+    """A stage that computes and sends nothing, and records the passes requested from it."""
 
     has_backward = True
 
@@ -125,7 +127,7 @@ class _NotingStage:
 
 
 def _executed(schedule: Any) -> dict[int, list[str]]:
-    """The passes of each rank of a schedule of one stage per rank, in the order in which its loop runs them."""
+    """The passes of each rank of a schedule with one stage per rank, in the order in which its loop runs them."""
     rows = {}
     for rank in range(schedule._num_stages):
         stage = _NotingStage(rank, schedule._num_stages)
@@ -139,7 +141,7 @@ def _executed(schedule: Any) -> dict[int, list[str]]:
 
 
 def _warn_if_reported_order_differs(name: str, reported: Rows | None, executed: Rows) -> None:
-    """Warn if a schedule reports other passes than it executes."""
+    """Warn if the passes that a schedule reports differ from those it executes."""
     for rank, row in (reported or {}).items():
         reported_row = [str(action) for action in row if action is not None and "REDUCE_GRAD" not in str(action)]
         executed_row = [str(action) for action in executed[rank]]

@@ -12,21 +12,21 @@ from evenpipe.schedule import Order, Program, Schedule
 from evenpipe.schedule.files import read_schedule as read_file
 
 MICROBATCHES_PER_DEVICE = 4
-"""Default per step, unless the schedule has a number."""
+"""Default number of microbatches per step and device, unless the schedule fixes it."""
 
 
 def read_schedule(
     schedule: Path | Schedule | Any, devices: int, microbatches: int | None, options: Mapping[str, Any] | None = None
 ) -> tuple[Schedule, int, dict[str, Any]]:
-    """The schedule `given`, the microbatches of a step, and the options of its generator.
+    """The schedule as a name, order, program or function, the microbatches of a step, and the options of its generator.
 
     Args:
-        given: as for `Pipeline`.
-        microbatches: None takes those of an order, else 4 per device.
-        options: of a generator; for a class of torch's, `stages_per_device`.
+        schedule: as for `Pipeline`.
+        microbatches: if None, those of an order, else 4 per device.
+        options: of a generator; for a class of torch, `stages_per_device`.
 
-    Raises InputError for a file without a schedule, a schedule of torch's that does not exist in this size, and for
-    anything else.
+    Raises InputError for a file without a schedule, for a schedule of torch that does not exist in this size, and for
+    anything that is not a schedule.
     """
     options = {name: value for name, value in (options or {}).items() if value is not None}
     if isinstance(schedule, (str, Path)) and str(schedule).endswith(".csv"):

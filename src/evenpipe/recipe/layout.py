@@ -38,39 +38,39 @@ from evenpipe.words import count, refused
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCosts:
-    """Forward work per token, in any one unit (FLOPs here); a backward is twice its forward."""
+    """Forward work per token, in any unit (FLOPs here); a backward takes twice the work of its forward."""
 
     layers: tuple[float, ...]
     head: float
     rows: RowWork | None = None
     """How the work of layers grows along a row."""
     length: int = 0
-    """Tokens of the row for which these are the costs of a token on average."""
+    """Tokens of a row; the costs are the average over its tokens."""
     times: Callable[[Recipe, Placement], Costs] | None = field(default=None, compare=False, repr=False)
-    """Times of the passes and transfers of a recipe with `layers_per_stage`, if the hardware is known."""
+    """Returns the times of the passes and transfers of a recipe with `layers_per_stage`, if the hardware is known."""
     split_times: Callable[[Recipe], tuple[tuple[float, ...], float]] | None = field(
         default=None, compare=False, repr=False
     )
-    """Likewise of each layer, and of the whole output layer, forward and backward."""
+    """Returns the times of each layer and of the whole output layer, forward and backward, if the hardware is known."""
     hardware: str = "flops"
-    """Its name."""
+    """Name of the hardware."""
 
     @classmethod
     def of(cls, description: Description, sequence: int | None = None) -> ModelCosts:
-        """The costs that arrange orders without known times; `sequence`: tokens, as for `arranging_flops`."""
+        """The costs that arrange orders if no times are known; `sequence`: tokens, as for `arranging_flops`."""
         layers, head = arranging_flops(description, sequence)
         length = sequence or usual_length(description)
         return cls(layers=layers, head=head, rows=RowWork.of(description), length=length)
 
     def rows_for(self, recipe: Recipe) -> RowWork:
-        """How work grows along rows, by which they are cut: as in the costs of a recipe if these were measured
-        on slices, else in FLOPs."""
+        """How work grows along rows, by which they are cut: as in the costs of the recipe if these were measured on
+        slices, else in FLOPs."""
         return rows_as_measured(self.rows or RowWork(per_token=1.0, per_key=()), recipe.costs, self.length)
 
     def costs_of_slices(self, costs: Costs, recipe: Recipe, slices: int, extra: Extra = NOTHING) -> Costs:
-        """Costs of whole sequences, or of other slices, as those of so many slices.
+        """Convert costs of whole sequences, or of another number of slices, to costs of `slices` slices.
 
-        extra: what a pass does besides, in tokens of a microbatch on one process.
+        extra: fixed work of a pass, in tokens of a microbatch on one process.
         """
         if slices == 1 and extra == NOTHING:
             return whole_costs(costs)
@@ -78,7 +78,7 @@ class ModelCosts:
         multiple = divisor_of(sizes.cp, sizes.tp)
         length = max(self.length // multiple, slices) * multiple
         rows = self.rows_for(recipe)
-        times = recipe.batch.microbatch_size / sizes.cp  # a microbatch on a process has so many times its tokens
+        times = recipe.batch.microbatch_size / sizes.cp  # tokens of a microbatch on a process / tokens of a sequence
         each = Extra(extra.forward / times, extra.weights / times)
         return sliced_costs(costs, rows, slice_ends(rows, length, slices, multiple), each)
 
@@ -90,17 +90,17 @@ class Layout:
     mode: str
     """"first-last", "redistribute", "interlaced", "vocab-1" or "vocab-2"."""
     layers: tuple[tuple[int, int], ...]
-    """First layer (inclusive) and last (exclusive) of each stage; a stage of "redistribute" may hold none."""
+    """First layer (inclusive) and last (exclusive) of each stage; with "redistribute", a stage may have no layers."""
     program: Program
     """Program of a training step."""
     evaluation: Program
     embedding_shards: tuple[Shard, ...]
-    """One per process of a pipeline, device by device and in each by tensor rank: its rows of the embedding."""
+    """Rows of the embedding of each process of a pipeline, by device and then by tensor rank."""
     head_shards: tuple[Shard, ...]
-    """The same: its rows of the output layer."""
+    """Rows of the output layer, likewise."""
     costs: Costs
     arranged_by: str = "flops"
-    """What gave these costs: "costs", those of the recipe; "flops"; or the name of the hardware of pass times."""
+    """Source of these costs: "costs", those of the recipe; "flops"; or the name of the hardware of pass times."""
 
     @classmethod
     def of(cls, recipe: Recipe, model: ModelCosts, embedding_rows: int, head_rows: int, *, tied: bool) -> Layout:
@@ -113,7 +113,7 @@ class Layout:
         base = runnable_order(recipe)
         split = layers_per_stage(recipe, model, base)
         costs = arranging_costs(recipe, model, base.placement, split)
-        # A named schedule is rearranged with costs, and a function makes another order of slices.
+        # A named schedule is arranged again by these costs, and a function is called again to order slices.
         order, program = plan_program(
             schedule if isinstance(schedule, (str, Program)) or recipe.slices > 1 else base,
             devices,
@@ -170,9 +170,9 @@ def layout_of(recipe: Recipe, model: ModelCosts, description: Description) -> La
 
 
 def runnable_order(recipe: Recipe) -> Order:
-    """The order of a recipe at equal costs, without vocabulary passes if the schedule has a name.
+    """The order of a recipe with equal costs, without vocabulary passes for a named schedule.
 
-    Raises InputError if there is none of this size.
+    Raises InputError if the schedule has no order of this size.
     """
     schedule = recipe.schedule
     if isinstance(schedule, str):
@@ -183,14 +183,13 @@ def runnable_order(recipe: Recipe) -> Order:
 
 
 def arranging_costs(recipe: Recipe, model: ModelCosts, placement: Placement, split: Sequence[int]) -> Costs:
-    """The pass times by which the order of a recipe is arranged, in this placement."""
+    """The pass times by which the order of a recipe is arranged, for this placement."""
     costs = arranging_times(recipe, model, placement, split)
     return costs.with_copies(placement, recipe.offload.copy_time)
 
 
 def arranging_times(recipe: Recipe, model: ModelCosts, placement: Placement, split: Sequence[int]) -> Costs:
-    """The same without the copies to the host: the costs of the recipe, else its times on known hardware, else
-    FLOPs."""
+    """The same without copies to the host: the costs of the recipe, else its times on known hardware, else FLOPs."""
     costs, schedule = recipe.costs, recipe.schedule
     slices = schedule.slices if isinstance(schedule, (Order, Program)) else recipe.slices
     if costs is not None:
@@ -203,8 +202,8 @@ def arranging_times(recipe: Recipe, model: ModelCosts, placement: Placement, spl
 
 
 def order_by(recipe: Recipe, costs: Costs | None, mode: str, make: Callable[..., Order] = generate) -> Order:
-    """The order of a recipe arranged by these costs, in another vocabulary mode. make: as for `plan_order`.
-    Raises InputError as that."""
+    """The order of a recipe arranged by these costs, in vocabulary mode `mode`. make: as for `plan_order`. Raises
+    InputError as `plan_order` does."""
     return plan_order(
         recipe.schedule,
         recipe.devices,
@@ -225,7 +224,7 @@ def bounds_of(layers_per_stage: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 
 def flop_costs(model: ModelCosts, layout: Layout) -> Costs:
-    """The pass times of a layout in FLOPs per token, whatever costs arranged it."""
+    """The pass times of a layout in FLOPs per token, regardless of the costs by which it was arranged."""
     split, devices = layout.layers_per_stage, layout.program.devices
     costs = costs_of_work(model.layers, model.head, split, devices, VocabularyMode(layout.mode))
     return costs.with_copies(layout.program.placement, ASSUMED_COPY)
@@ -245,7 +244,7 @@ def _only_on(holder: int, rows: int, devices: int, ranks: int) -> tuple[Shard, .
 
 
 def _more_or_fewer(schedule: Schedule) -> str:
-    """What a user can change to have fewer stages."""
+    """Advice to the user on how to have fewer stages."""
     if not isinstance(schedule, str):
         return "take an order with fewer stages"
     if "stages_per_device" in options_of(schedule):
@@ -254,7 +253,7 @@ def _more_or_fewer(schedule: Schedule) -> str:
 
 
 def layers_per_stage(recipe: Recipe, model: ModelCosts, base: Order) -> tuple[int, ...]:
-    """The number of layers of each stage, as given or as the vocabulary mode has it.
+    """The number of layers of each stage, as given, or as the vocabulary mode requires.
 
     base: as `runnable_order`. Raises InputError for more stages than layers, and for a split that does not add up.
     """
@@ -273,7 +272,7 @@ def layers_per_stage(recipe: Recipe, model: ModelCosts, base: Order) -> tuple[in
 
 
 def _redistributed(recipe: Recipe, model: ModelCosts, base: Order) -> tuple[int, ...]:
-    """The split that makes the step shortest, of those that keep the busiest device short."""
+    """The split with the shortest step among those that minimise the work of the busiest device."""
     times = (model.layers, model.head) if model.split_times is None else model.split_times(recipe)
     splits = splits_by_cost(times[0], base.placement, times[1], in_flight_per_layer(base))
     if len(splits) == 1:

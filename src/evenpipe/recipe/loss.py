@@ -1,4 +1,4 @@
-"""The options of a model's loss: the caller's, and what the model does to its logits."""
+"""The options of a model's loss: those of the caller, and how the model changes its logits."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class OffloadOptions(Declared):
         self.require("layers", self.layers != (), "one choice or one per layer")
 
     def of_layers(self, layers: int) -> tuple[str, ...]:
-        """One choice for each layer of the model. Raises InputError for a wrong number of them."""
+        """One choice for each layer of the model. Raises InputError for a wrong number of choices."""
         choices = self.layers if isinstance(self.layers, tuple) else (self.layers,) * layers
         if len(choices) != layers:
             accepted = f"one choice, or one for each of the {count(layers, 'layer')}"

@@ -17,10 +17,10 @@ TensorOverlap = Literal["auto", "none", "ring", "fused"]
 ContextExchange = Literal["auto", "keys", "heads"]
 
 AXES = ("dp", "ep", "tp", "cp", "pp")
-"""Fields of `Parallelism` that are sizes, as they are listed for people."""
+"""Fields of `Parallelism` that are sizes, in the order in which users see them."""
 
 DATA_PARALLEL: tuple[DataParallel, ...] = get_args(DataParallel)
-"""Kinds of data parallelism, by ZeRO's level (arXiv 1910.02054): each shards what the one before it does, and more."""
+"""Kinds of data parallelism, by ZeRO level (arXiv 1910.02054): each shards more than the previous one."""
 
 
 @declare()
@@ -99,11 +99,11 @@ class Parallelism(Declared):
 
     @property
     def zero(self) -> int:
-        """ZeRO's level of `data_parallel`."""
+        """ZeRO level of `data_parallel`."""
         return DATA_PARALLEL.index(self.data_parallel)
 
     def check_runnable(self) -> None:
-        """Raise InputError for what estimates and plans know but the runtime does not run yet."""
+        """Raise InputError for options that estimates and plans support but the runtime does not yet."""
         accepted = "true, since tensor ranks share the rows of norms, too"
         self.require("sequence_parallel", self.tp == 1 or self.sequence_parallel, accepted)
         self.require("dp_shard", self.dp_shard in (None, self.dp), "left out in a run")
@@ -111,14 +111,14 @@ class Parallelism(Declared):
 
 
 def divisor_of(context_ranks: int, tensor_ranks: int) -> int:
-    """What the number of tokens of a slice must be a multiple of: each context rank has two equal chunks, and
-    tensor ranks share the tokens of a piece."""
+    """The number of which the tokens of a slice must be a multiple: each context rank has two equal chunks, and tensor
+    ranks share the tokens of each."""
     return context_ranks * math.lcm(2, tensor_ranks) if context_ranks > 1 else tensor_ranks
 
 
 def for_replicas(program: Program, parallelism: Parallelism, *, tied: bool) -> Program:
-    """A program with the passes that gather parameters and sum gradients over replicas, where it has none; the
-    same program if there are no replicas."""
+    """Add the passes that gather parameters and sum gradients over replicas, if the program has none; returns the same
+    program if there is only one replica."""
     if parallelism.replicas == 1:
         return program
     shared = add_sharding(

@@ -1,4 +1,4 @@
-"""`Recipe`: how a run is spread over devices, and in which order they compute."""
+"""`Recipe`: how a run is distributed over devices, and in which order they compute."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ARRANGE = ("auto", "flops")
 Communicators = Annotated[str, Names(SHARING)]
 
 SEPARATE = ("name", "devices", "microbatches", "costs")
-"""Arguments of generators that are no options."""
+"""Arguments of generators that are not options."""
 
 
 class RecipeOptions(TypedDict, total=False):
@@ -116,7 +116,7 @@ class Recipe:
 
     @classmethod
     def of(cls, *, dp: int = 1, pp: int = 1, **options: Unpack[RecipeOptions]) -> Recipe:
-        """The recipe of one table of options. Raises TypeError for an unknown name."""
+        """The recipe for one table of options. Raises TypeError for an unknown name."""
         refuse_unknown(options, RecipeOptions.__annotations__)
         values: dict[str, Any] = {"dp": dp, "pp": pp, **options}
         for name in ("schedule_options", "offload", "experts", "nccl"):
@@ -171,7 +171,7 @@ class Recipe:
 
     @property
     def slices(self) -> int:
-        """Slices of every sequence. Raises InputError while that is "auto", which `slice_choice` replaces."""
+        """Slices of every sequence. Raises InputError while they are "auto", which `slice_choice` replaces."""
         slices = self.batch.slices
         if slices == "auto":
             raise refused("slices", slices, "a number of at least 1 where no model runs, by which it is chosen")
@@ -193,8 +193,8 @@ class Recipe:
         return choices
 
     def check_runnable(self) -> None:
-        """Raise InputError for what estimates and plans know but the runtime does not run yet, and for slices that a
-        given order does not have."""
+        """Raise InputError for options that estimates and plans support but the runtime does not yet, and for a number
+        of slices that the given order does not have."""
         self.parallelism.check_runnable()
         order = self.schedule.order if isinstance(self.schedule, Program) else self.schedule
         if isinstance(order, Order) and self.batch.slices not in (1, order.slices):
@@ -206,7 +206,7 @@ class Recipe:
 
 
 def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError for an argument that is not known, with the nearest one."""
+    """Raise TypeError for an unknown argument, suggesting the nearest known one."""
     names_known = list(known)
     for name in names:
         if name not in names_known:
@@ -214,5 +214,5 @@ def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
 
 
 def _hashable(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Options by name, with tuples in place of lists."""
+    """Options sorted by name, with lists converted to tuples."""
     return tuple(sorted((name, tuple(value) if isinstance(value, list) else value) for name, value in options.items()))

@@ -1,7 +1,8 @@
-"""The number that `slices = "auto"` stands for: the fewest slices whose predicted step is hardly longer than the best.
+"""The number of slices chosen for `slices = "auto"`: the fewest whose predicted step is hardly longer than the best.
 
-More slices leave smaller bubbles, and by themselves would always win. But a pass of a slice also does what does not
-depend on its length: it reads all matrices, starts every kernel, and W adds to all gradients. `EXTRA` says how much.
+More slices leave smaller bubbles, and would always win if passes only did work in proportion to their tokens. But a
+pass of a slice also has fixed work: it reads all matrices, starts every kernel, and W adds to all gradients. `EXTRA`
+says how much.
 """
 
 from __future__ import annotations
@@ -18,28 +19,29 @@ from evenpipe.schedule import Costs, Order, Program, time_order
 from evenpipe.words import count
 
 EXTRA = {"cuda": Extra(forward=256, weights=1024), "cpu": Extra(forward=16, weights=64)}
-"""By torch device. A product of t tokens takes 2 t FLOPs per parameter. Reading a 16-bit matrix takes as long as 230 of
-them on an H100 (130 on an A100), and so does starting the kernels of a layer of hidden size 4096 on an H100. Adding to
-fp32 gradients reads and writes 12 bytes per parameter: 1380 tokens (760), of which products hide a part if they are
-long. A core of a CPU does about 10 FLOPs per byte of memory, not 200."""
+"""Fixed work in tokens, by torch device. A product of t tokens takes 2 t FLOPs per parameter. Reading a 16-bit matrix
+takes as long as the product of 230 tokens on an H100 (130 on an A100), and so does starting the kernels of a layer of
+hidden size 4096 on an H100. Adding to fp32 gradients reads and writes 12 bytes per parameter, which takes as long as
+1380 tokens (760); long products hide part of it. A CPU core does about 10 FLOPs per byte of memory, not 200."""
 
 NEARLY = 0.01
-"""Predicted steps that differ by no more are alike: then fewer slices are taken, and no more are tried."""
+"""Predicted steps whose relative difference is at most this count as equal: the fewest slices are chosen, and larger
+numbers are not tried."""
 
 MOST_PASSES = 200_000
-"""Longer orders are not tried: they take seconds to arrange and to time."""
+"""Orders with more passes are not tried, because they take seconds to arrange and to time."""
 
 
 def with_slices(
     recipe: Recipe, model: ModelCosts, torch_device: str, refusal: Callable[[], str | None] = lambda: None
 ) -> tuple[Recipe, str]:
-    """The recipe with a number in place of "auto", and in a few words why; unchanged, and "", with a number.
+    """The recipe with "auto" replaced by a number, and a short explanation; unchanged, with "", if it has a number.
 
-    The same on every process, since it depends on nothing but these arguments.
+    The result is the same on every process, because it depends only on these arguments.
 
     Args:
         torch_device: "cuda" or "cpu", where passes run.
-        refusal: returns why sequences of this model cannot be cut, or None; asked only if they would be.
+        refusal: returns why sequences of this model cannot be cut, or None; called only if they would be cut.
     """
     if recipe.batch.slices != "auto":
         return recipe, ""
@@ -64,7 +66,7 @@ def with_slices(
 
 
 def _steps(cut: Callable[[int], Recipe], model: ModelCosts, extra: Extra) -> tuple[dict[int, float], str]:
-    """The predicted step by number of slices, and why there are no more."""
+    """The predicted step by number of slices, and why no larger number was tried."""
     sizes = cut(1).parallelism
     base = runnable_order(cut(1))
     passes = 3 * len(base.rows[0]) * base.devices
@@ -90,8 +92,8 @@ def _steps(cut: Callable[[int], Recipe], model: ModelCosts, extra: Extra) -> tup
 def _step(recipe: Recipe, model: ModelCosts, base: Order, extra: Extra) -> float:
     """The predicted time of a step, in the unit of its costs.
 
-    Vocabulary passes with barriers of their own fill gaps of the order: the step is that of the other passes, longer by
-    their time (`add_vocabulary` tries other places as long as it is not).
+    Vocabulary passes with their own barriers fill gaps in the order. The step is taken to be that of the other passes
+    plus their time (`add_vocabulary` tries other positions until it is no longer than that).
     """
     costs = predicted_costs(recipe, model, base, extra)
     mode = recipe.vocabulary
@@ -106,7 +108,7 @@ def _step(recipe: Recipe, model: ModelCosts, base: Order, extra: Extra) -> float
 
 
 def predicted_costs(recipe: Recipe, model: ModelCosts, base: Order, extra: Extra) -> Costs:
-    """The costs of the slices of a recipe, also of a single one, with what each pass does besides."""
+    """The costs of the slices of a recipe, even of a single one, including the fixed work of each pass."""
     split = layers_per_stage(recipe, model, base)
     whole = arranging_costs(replace(recipe, batch=replace(recipe.batch, slices=1)), model, base.placement, split)
     return model.costs_of_slices(whole, recipe, recipe.slices, extra)

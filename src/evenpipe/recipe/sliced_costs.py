@@ -1,7 +1,7 @@
-"""Costs of slices, from costs of whole sequences and the way in which the work of layers grows along a row.
+"""Costs of slices, from costs of whole sequences and the growth of the work of layers along a row.
 
-F, R    matrices by tokens, attention by the keys that these look at
-I       the same, with twice as much attention: gradients of queries and keys, and of values and probabilities
+F, R    matrices by tokens, attention by the keys that these tokens attend to
+I       the same, with twice the attention: gradients of queries and keys, and of values and probabilities
 W       matrices only: by tokens
 B       I and W
 others  by tokens
@@ -21,7 +21,8 @@ from evenpipe.schedule.slice_costs import each_slice, of_slices
 
 
 class Extra(NamedTuple):
-    """What a pass of a slice does once, whatever its length, as the tokens whose products take as long."""
+    """Fixed work of a pass of a slice, independent of its length, as the number of tokens whose products take as
+    long."""
 
     forward: float = 0.0
     """F, R and I: reading matrices, and starting kernels."""
@@ -36,7 +37,7 @@ def sliced_costs(costs: Costs, rows: RowWork, ends: Sequence[int], extra: Extra 
     """The costs of the slices of a sequence.
 
     Args:
-        costs: of whole sequences; those of its slices on average if it has factors, which are not used.
+        costs: of whole sequences, or mean costs of slices with factors; the factors are not used.
         ends: tokens up to the end of each slice.
         extra: in tokens of the sequence.
     """
@@ -83,7 +84,7 @@ def whole_costs(costs: Costs) -> Costs:
 
 
 def rows_as_measured(rows: RowWork, costs: Costs | None, length: int) -> RowWork:
-    """How work grows along rows, as in costs that were measured on slices; unchanged for any others.
+    """How work grows along rows according to costs that were measured on slices; unchanged for other costs.
 
     length: of the measured sequences, in tokens.
     """

@@ -1,4 +1,4 @@
-"""Which option needs what: options that change nothing in a run because it is not there."""
+"""Options that have no effect in a run, because what they apply to is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders of named schedules in a case: the start of a search, and its baseline."""
+"""Orders of named schedules for a case, which are the start of a search and its baseline."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class NamedOrder:
 
 
 def named_orders(problem: OrderProblem) -> list[NamedOrder]:
-    """Return every named schedule that has the passes of `problem` in its placement, within its memory; best first, and
-    with equal values the one with the lowest memory first.
+    """Return every named schedule that has the passes and placement of `problem` and respects its memory limit, best
+    first; among equal values, the one with the lowest memory first.
 
-    If the backward is split, schedules that do not split it are included, each B as I and W.
+    If the backward is split, schedules that do not split it are included, with each B replaced by I and W.
     """
     candidates: list[NamedOrder] = []
     for name in SCHEDULES:
@@ -55,7 +55,7 @@ def _rank(candidate: NamedOrder) -> tuple[float, int]:
 
 
 def _orders(name: str, problem: OrderProblem) -> Iterator[Order]:
-    """Return the orders of a schedule in the problem's size and placement, if there are any."""
+    """Return the orders of a schedule with the problem's size and placement, if there are any."""
     placement = problem.placement
     known = options_of(name)
     options: dict[str, Any] = {"stages_per_device": placement.stages // placement.devices}
@@ -82,7 +82,7 @@ def _orders(name: str, problem: OrderProblem) -> Iterator[Order]:
 
 
 def _in_the_same_passes(order: Order, problem: OrderProblem) -> Order | None:
-    """Return `order` without compound passes, and with its backwards split if the problem's are; None if that is
+    """Return `order` without joint passes, and with its backwards split if those of the problem are; None if that is
     impossible."""
     rows = []
     for device in range(order.devices):

@@ -1,12 +1,12 @@
 """The best order of a small case, found and proved by constraint programming (OR-tools CP-SAT).
 
-Every pass is an interval of known length with an unknown start. On a device no two overlap; the needs of a pass end
-before it starts, transfers included (`schedule.rules`, as in the event model); and the stage activations of a
+Every pass is an interval of known length with an unknown start. No two passes of a device overlap; the needs of a pass
+end before it starts, including transfers (`schedule.rules`, as in the event model); and the stage activations of a
 device, each held from the start of its F to the end of the pass that releases it, never exceed the limit.
 
-Two assumptions exclude no better order. Microbatches are alike, so each kind of pass runs them in turn: exchanging two
-of them turns any order into such an order. And a device that runs a stage whose predecessors are all first stages of
-their devices starts when the first microbatch arrives, because no other pass can come first. The span is therefore
+Two assumptions exclude no better order. Microbatches are identical, so each kind of pass runs them in turn: exchanging
+microbatches turns any order into such an order. And a device that runs a stage whose predecessors are all first stages
+of their devices starts when the first microbatch arrives, because no other pass can come first. The span is therefore
 counted from that instant, as in the event model.
 """
 
@@ -31,10 +31,10 @@ from evenpipe.words import count
 from .whole_costs import WholeCosts
 
 LARGEST = 4000
-"""Passes of the largest accepted case."""
+"""Number of passes of the largest accepted case."""
 
 RANK = {Kind.E: 0, Kind.S: 1, Kind.C: 2, Kind.T: 3, Kind.G: 4}
-"""Order of vocabulary passes without duration that start together: those that others need come first."""
+"""Order of vocabulary passes without duration that start at the same time: a pass follows those that it needs."""
 
 Where = tuple[int, Kind, int | None, int]
 """Device, role (B for I), stage and microbatch of a pass."""
@@ -44,8 +44,8 @@ Where = tuple[int, Kind, int | None, int]
 class OrderProblem:
     """Find the shortest order with these passes.
 
-    max_in_flight: most stage activations, per device; None for no limit.
-    objective: "span", the longest of any device, or "makespan", the whole step.
+    max_in_flight: maximum number of stage activations per device; None for no limit.
+    objective: "span", the longest span of any device, or "makespan", the duration of the step.
     split_backward: I and W instead of B.
     """
 
@@ -86,10 +86,10 @@ def refuse_large(passes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The result of the solver within its time: an order, if any, and a lower bound for all orders.
+    """The result of the solver within its time limit: an order, if it found one, and a lower bound for all orders.
 
-    bound is valid for the true times; `exact`: the solver did not have to round them. impossible: no order fits the
-    memory limit.
+    bound: valid for the true times. exact: the solver did not have to round times. impossible: no order fits the memory
+    limit.
     """
 
     order: Order | None
@@ -122,7 +122,7 @@ def solve(
     integer = WholeCosts.of(problem.costs, "".join(kinds))
     model = _Model(cp_model, problem, rows, PassTimes(integer.costs, problem.placement), integer)
     model.limit_memory()
-    # A bound on the true times, rounded away from them by less than one unit per pass, stays a bound.
+    # The margins keep this a valid bound despite floating-point rounding.
     model.minimise(math.ceil(bound / integer.unit * (1 - 1e-9) - 1e-6) if integer.exact else 0)
     if hint is not None:
         model.suggest(time_order(hint, integer.costs))
@@ -131,7 +131,7 @@ def solve(
     parameters.max_time_in_seconds = seconds
     parameters.random_seed = seed
     parameters.num_workers = workers
-    parameters.interleave_search = True  # all strategies in turn: the result does not depend on their speed
+    parameters.interleave_search = True  # strategies take turns, so that the result does not depend on their speed
     status = solver.solve(model.model)
     solved = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     return Solution(
@@ -200,7 +200,7 @@ class _Model:
                     self.model.add(start >= self.end((*where[:3], i - 1)))
 
     def _start_at_once(self, costs: Costs) -> None:
-        """Return when each device must start, by device; None if that depends on the order."""
+        """Fix the start of each device and record it in `heads`; None if it depends on the order."""
         placement = self.problem.placement
         self.heads: list[int | None] = [None] * placement.devices
         if self.problem.vocabulary.sharded:  # E(0) comes first everywhere: the first F waits for all of them
@@ -216,7 +216,7 @@ class _Model:
             clock += self.takes[where] + int(costs.p2p)
 
     def limit_memory(self) -> None:
-        """Limit stage activations: [start of F, end of the pass that releases], at most this many at a time."""
+        """Limit the stage activations held at the same time, each from the start of F to the end of its release."""
         limits = self.problem.max_in_flight
         if limits is None:
             return
@@ -228,7 +228,7 @@ class _Model:
             for stage in stages:
                 for i in range(count):
                     start, end = self.start[device, Kind.F, stage, i], self.end((device, released_by, stage, i))
-                    if i + limit < count:  # the other limit implies it
+                    if i + limit < count:  # with several stages, implied by the cumulative limit below
                         self.model.add(self.start[device, Kind.F, stage, i + limit] >= end)
                     if len(stages) > 1:
                         length = self.model.new_int_var(0, self.horizon, "")
@@ -242,7 +242,7 @@ class _Model:
         last = self.problem.microbatches - 1
         for device, row in enumerate(self.rows):
             head: Any = self.heads[device]
-            if head is None:  # whichever F comes first: that of the first stage
+            if head is None:  # the F that comes first is that of the first stage
                 head = self.start[device, Kind.F, self.problem.placement.stages_of(device)[0], 0]
             begin = head if self.problem.objective == "span" else 0
             for item in row:
@@ -251,15 +251,15 @@ class _Model:
         self.model.minimize(objective)
 
     def suggest(self, timeline: Timeline) -> None:
-        """Start with a run in the same whole units."""
+        """Hint the solver with a timeline in the same integer units."""
         for row in timeline.events:
             for event in row:
                 if isinstance(event.item, Pass):
                     self.model.add_hint(self.start[_where(event.device, event.item)], round(event.start))
 
     def order(self, solver: Any) -> Order:
-        """Return the passes by start. Among those that start together, passes without duration come first, in the order
-        of their needs.
+        """Return the passes sorted by start. Among passes that start at the same time, those without duration come
+        first, in the order of their needs.
 
         The needs of a pass end before it starts, so it comes after them.
         """

@@ -1,4 +1,4 @@
-"""Search for the best order of a small case: named schedules first, then the solver, then the proof.
+"""Search for the best order of a small case: first named schedules, then the solver, then the proof.
 
 The result is timed by the event model (`schedule.timing`), in which transfers take time but do not wait for each other.
 """
@@ -29,10 +29,10 @@ from .named_orders import NamedOrder, named_orders
 from .optimal_order import OrderProblem, refuse_large, solve
 
 SEARCHED = tuple(mode for mode in MODES if mode != "interlaced")
-"""Modes that can be searched; in interlaced mode S and T leave no choice."""
+"""Modes that can be searched; in interlaced mode, S and T leave no choice of order."""
 
 EXACT, ROUNDED = 1e-9, 1e-4
-"""Relative distance to the bound at which an order counts as best; the second if the solver had to round times."""
+"""Relative distance to the bound below which an order counts as best; `ROUNDED` if the solver had to round times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class SearchResult:
     """The best known order, and a bound on how good it can be.
 
     source: "search", or the name of the schedule if no shorter order was found. value: the minimised value. bound:
-    lower bound. proved: the order is best. named: values of the named schedules, best first.
+    lower bound. proved: whether the order is proved to be best. named: the named schedules, best first.
     """
 
     problem: OrderProblem
@@ -98,15 +98,15 @@ class SearchResult:
 
 
 def above(value: float, reference: float) -> float:
-    """Return how far `value` is above `other`, relative to that; 0 if nothing takes time."""
+    """Return how far `value` is above `reference`, relative to `reference`; 0 if nothing takes time."""
     return value / reference - 1 if reference else 0.0
 
 
 def search(problem: OrderProblem, *, seconds: float = 30.0, workers: int = 1, seed: int = 0) -> SearchResult | None:
-    """Return the shortest order within the limits of `problem` that can be found in `seconds`; None if none fits.
+    """Return the shortest order within the limits of `problem` that can be found in `seconds`; None if no order fits.
 
-    Starts from the best named schedule, so the result is never worse. Raises InputError as `solve` does, and if the
-    time is up before any order is found.
+    Starts from the best named schedule, so the result is never worse. Raises InputError as `solve` does, and if no
+    order is found in time.
     """
     if not 0 < seconds < math.inf:
         raise refused("seconds", seconds, "a number above 0")
@@ -170,9 +170,9 @@ def order_problem_of(
     max_in_flight: float | Sequence[float] | None = None,
     objective: str = "span",
 ) -> OrderProblem:
-    """The problem for the values of a user. `costs` mean the same work as in `plan_cases`: those of a stage, by default
-    equal ones of a device; without sharding, the first and last stage do the vocabulary work. Raises InputError for
-    impossible values."""
+    """The problem for the values of a user. `costs` are those of a stage, as in `plan_cases`, and by default equal
+    costs of a device; if the mode does not shard the vocabulary layers, the first and last stage do their work. Raises
+    InputError for impossible values."""
     for name, value in (
         ("devices", devices),
         ("microbatches", microbatches),
@@ -207,7 +207,7 @@ def order_problem_of(
 def placement_of(text: str, devices: int, stages_per_device: int | None) -> Placement:
     """Return the placement that a user names: linear, looped, v, or the device of each stage as in 0,1,1,0.
 
-    Raises InputError for anything else, and if it does not fit the numbers.
+    Raises InputError for anything else, and if the placement contradicts the numbers of devices and stages.
     """
     count = stages_per_device
     if text == "linear" and count in (None, 1):

@@ -1,8 +1,9 @@
-"""Costs in whole numbers, for solvers with integers.
+"""Costs as integers, for integer solvers.
 
-Times with few digits become whole numbers exactly: 0.4 and 1 become 2 and 5, in units of 0.2. If no unit of at least a
-millionth fits all of them, each time is rounded *down* to a millionth of the longest one: then lower bounds are valid
-for the true times too, and an order that is found is timed again with the true ones.
+Times with few digits become integers exactly: 0.4 and 1 become 2 and 5, in units of 0.2. If no unit of at least a
+millionth of the longest time divides all of them, each time is rounded *down* to a multiple of a millionth of the
+longest: lower bounds are then valid for the true times too, and an order that is found is timed again with the true
+times.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from evenpipe.schedule.costs import Cost, Costs
 from evenpipe.schedule.passes import TransferKind
 
 RESOLUTION = 10**6
-"""Times are rounded to multiples of this part of the longest one, at most."""
+"""The longest time in units, at most."""
 
 _CARRIES = {
     "broadcast": TransferKind.X,
@@ -31,7 +32,7 @@ KINDS = ("F", "B", "I", "W", "S", "C", "T", "E", "G")
 
 @dataclass(frozen=True, slots=True)
 class WholeCosts:
-    """`costs` with whole numbers instead of times; 1 is `unit` of the original costs. `exact`: none was rounded."""
+    """`costs` with integers instead of times; 1 is `unit` of the original costs. exact: no time was rounded."""
 
     costs: Costs
     unit: float
@@ -39,7 +40,8 @@ class WholeCosts:
 
     @classmethod
     def of(cls, costs: Costs, used: str = "FBIWSCTEG") -> WholeCosts:
-        """Return the largest ones not above `costs`, for the kinds of pass `used`; the unit need not fit the others.
+        """Return the largest integer costs that do not exceed `costs`, for the kinds of pass in `used`; the unit is
+        chosen for these only.
 
         Collectives belong to the vocabulary kinds.
         """
@@ -48,7 +50,7 @@ class WholeCosts:
         costs = replace(
             costs, **unused, p2p=costs.transfer_time(TransferKind.SEND_F), collectives=collectives, links={}
         )
-        # The decimal digits that a person writes, not those of the binary number: 0.4 is 2/5.
+        # Use the decimal digits that a person writes, not the binary value: 0.4 is 2/5.
         values = [*(getattr(costs, name) for name in KINDS), costs.p2p, tuple(collectives.values())]
         listed = (value if isinstance(value, tuple) else (value,) for value in values)
         times = [Fraction(repr(time)) for time in chain.from_iterable(listed) if time]

@@ -1,29 +1,32 @@
 """Lower bounds that no order of the same passes can beat.
 
-If sequences are cut, a microbatch is a slice: work is counted on average over slices, and chains for the shortest.
-All of them hold for any order with the given placement, microbatches, kinds of pass and costs, in the event model and
-in the full one, which only adds waiting. Each is a few lines of proof, below; `best_bound` takes the largest.
+If sequences are cut, a microbatch here is a slice: work is averaged over slices, and chains are those of the shortest.
+All bounds hold for any order with the given placement, microbatches, kinds of pass and costs, both in the event model
+and in the full model, which only adds waiting. Their proofs take a few lines each, below; `best_bound` returns the
+largest bound.
 
 work        A device runs all its passes within its span.
-one device  Take any passes of one device d. If each starts at least h after the first pass of device e (because a
-            chain of its own microbatch leads from e to it), and each is followed by a chain of at least t that ends on
-            e, then e spans h + (their time) + t. With d = e, h = t = 0 it is the work bound; with e = all devices it
-            bounds the makespan. The best choice of passes is all whose chains are at least h and t, for some h and t
-            (Carlier, The one-machine sequencing problem, EJOR 11, 1982).
+one device  Take any set of passes of one device d. If each starts at least h after the first pass of device e (because
+            a chain of its own microbatch leads from e to it), and each is followed by a chain of at least t that ends
+            on e, then the span of e is at least h + (time of these passes) + t. With d = e and h = t = 0 this is the
+            work bound; with all devices in place of e it bounds the makespan. The best sets are those of all passes
+            whose chains are at least h and t, for some h and t (Carlier, The one-machine sequencing problem, EJOR 11,
+            1982).
 rounds      (memory) If a device holds at most k activations of a stage, the (j+k)-th F of that stage starts after the
-            j-th release. Of the first j microbatches released one started its F as the j-th or later, so the j-th
-            release ends a lifespan L after the start of the j-th F, where L is the longest chain from F to release.
-            With m = q k + r and 1 <= r <= k: q L, and then the r others, which is "one device" for r microbatches.
+            j-th release. Among the first j microbatches that are released, at least one started its F as the j-th or
+            later, so the j-th release ends at least a lifespan L after the start of the j-th F, where L is the longest
+            chain from F to release. With m = q k + r and 1 <= r <= k, this gives q L plus the time of the remaining r
+            microbatches, for which the bound "one device" is used.
 ramps       (memory) A device with one stage runs at most k forwards before its first backward ends, which is a chain c
             after the start of its first forward; and at most k backwards after the start of its last forward, whose
-            release ends a chain d later. So it idles for what c and d are longer than these passes, in different
-            waits if m > k.
-area        (memory) A device that holds at most k activations in all, each for at least its lifespan, spans at least
-            m (sum of the lifespans of its stages) / k.
-V           (memory) Unit times, V placement, split backward, transfers without time, m >= 2 p, at most k stage
-            activations on every device: a span of at least 6 m + 6 p - 3 k - 1 (arXiv 2405.15362, figure 13). Not
-            proved here, so applied in that case only. For p = 2, m = 4 and 6, and p = 3, m = 6, a constraint solver
-            found nothing shorter for any k; V-Half meets it.
+            release ends a chain d later. So the device idles for the time by which c and d exceed these passes; the
+            two idle times are distinct if m > k.
+area        (memory) A device that holds at most k activations in total, each for at least its lifespan, has a span of
+            at least m (sum of the lifespans of its stages) / k.
+V           (memory) With unit times, V placement, split backward, transfers that take no time, m >= 2 p and at most k
+            stage activations on every device, the span is at least 6 m + 6 p - 3 k - 1 (arXiv 2405.15362, figure 13).
+            This is not proved here, so it is applied in that case only. For p = 2, m = 4 and 6, and p = 3, m = 6, a
+            constraint solver found nothing shorter for any k; V-Half attains it.
 """
 
 from __future__ import annotations
@@ -42,17 +45,17 @@ from evenpipe.words import count, unknown
 from .microbatch import UNREACHED, Microbatch
 
 MAX_DEVICES = 16
-"""Most devices e for "one device", and for "rounds" and "area"; with up to twice as many devices, all are tried. Each
-takes a pass over all nodes of a microbatch."""
+"""Maximum number of devices e for "one device", and of devices for "rounds" and "area"; all are tried if there are
+fewer than twice as many. Each requires a traversal of all nodes of a microbatch."""
 
 
 _Paths = tuple[list[float], list[float]]
-"""By node: the longest path to its start, and from its end."""
+"""The longest path to the start of each node, and that from the end of each node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A lower bound `value`, with the `name` of the argument and `why` as a sum in words."""
+    """A lower bound `value`, with the `name` of the argument behind it and `why` as a sum in words."""
 
     value: float
     name: str
@@ -78,11 +81,11 @@ def best_bound(
 ) -> Bound:
     """The largest known lower bound on the span or makespan (`of`) of all such orders.
 
-    costs: also those of each slice of a sequence; `microbatches` is then the number of slices, of all together. split:
-    whether backwards are I and W, or B. vocabulary, forward_only: as in `Order`. max_in_flight: the most stage
-    activations of a device from F to B or W, one number or one per device. again: the time of each device per
-    microbatch that is in no pass, but between F and backward of any of its stages: recomputation. proved: exclude the
-    V bound. Raises InputError if a kind has no time, and for a limit below 1.
+    costs: alternatively one per slice of a sequence; `microbatches` is then the total number of slices. split: whether
+    backwards are I and W, or B. vocabulary, forward_only: as in `Order`. max_in_flight: maximum number of stage
+    activations that a device holds from F to B or W, one number or one per device. again: recomputation, that is, time
+    of each device per microbatch that is part of no pass but lies between F and backward of any of its stages. proved:
+    exclude the V bound. Raises InputError if a kind has no time, and for a limit below 1.
     """
     if of not in ("span", "makespan"):
         raise unknown("of", of, ("span", "makespan"))
@@ -101,7 +104,7 @@ def best_bound(
 
 
 def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]) -> dict[str, Bound]:
-    """The best bounds on "span" and "makespan" of all orders with the kinds of pass of `program`, whose devices
+    """The best bounds on "span" and "makespan" of all orders that have the kinds of pass of `program` and whose devices
     hold no more stage activations than `peak_in_flight`."""
     passes = [part for row in program.rows for part in parts_in(row)]
     kinds = {part.kind for part in passes}
@@ -127,7 +130,7 @@ def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]
 
 
 def either_backward(costs: Costs, placement: Placement) -> Costs:
-    """Times of I and W that a whole backward also takes at least, for an order with both."""
+    """Times of I and W that are lower bounds for a full backward too, for an order with both kinds of backward."""
     kinds = (Kind.B, Kind.I, Kind.W)
     full_backward, inputs, weights = costs.needed_times(placement, kinds, "give a number or a list")
     input_times = [min(i, b) for i, b in zip(inputs, full_backward, strict=True)]
@@ -167,7 +170,7 @@ def _sum(parts: Mapping[str, float]) -> str:
 
 
 def _longest_paths(graph: Microbatch, reference: int | None) -> _Paths:
-    """The longest path to each node from passes of a device, and from it to their ends; None for all devices."""
+    """The longest path to each node from passes of a device, and from each node to their ends; None for all devices."""
     nodes = list(chain.from_iterable(graph.nodes_of)) if reference is None else graph.nodes_of[reference]
     return graph.longest_from(nodes), graph.longest_to(nodes)
 
@@ -191,8 +194,11 @@ def _some(placement: Placement) -> range:
 def _one_device(
     graph: Microbatch, device: int, work: list[float], paths: _Paths, recompute: float = 0.0
 ) -> tuple[float, float, float, float]:
-    """The largest head + time + tail over sets of passes of `device`, and these three; `work`: the time of all
-    passes of a node; ways: as of `_longest_paths`; again: the time of all recomputation, which can be of any stage."""
+    """The largest head + time + tail over sets of passes of `device`, followed by these three terms.
+
+    work: by node, the time of all its passes. paths: from `_longest_paths`. recompute: time of all recomputation, which
+    may belong to any stage.
+    """
     heads, tails = paths
     nodes = [
         (heads[node], tails[node], work[node])
@@ -217,11 +223,11 @@ def _one_device(
 def _rounds(
     microbatches: int, graph: Microbatch, limits: tuple[float, ...], of: str, all_paths: _Paths
 ) -> Iterator[Bound]:
-    """The bounds "rounds". whole: `_longest_paths` of all devices."""
+    """The bounds "rounds". all_paths: `_longest_paths` of all devices."""
     placement = graph.placement
     end_paths = {device: _longest_paths(graph, device) for device in {placement.first_device, placement.last_device}}
     for device in _some(placement):
-        stage = placement.stages_of(device)[0]  # the first device: its activations live longest
+        stage = placement.stages_of(device)[0]  # the activations of its first stage live longest
         forward, release = graph.forward[stage], graph.release[stage]
         from_forward, to_release = graph.longest_from([forward]), graph.longest_to([release])
         lifespan = from_forward[release] + graph.takes[release]
@@ -231,7 +237,7 @@ def _rounds(
         last = max(
             _one_device(graph, candidate, work, (from_forward, to_release))[0] for candidate in range(placement.devices)
         )
-        # Time before the first of these forwards, and after the last of these releases.
+        # Time before the first of these forwards and after the last of these releases.
         ramps = [
             head[forward] + tail[release] for head, tail in ([all_paths] if of == "makespan" else end_paths.values())
         ]
@@ -248,7 +254,7 @@ def _rounds(
 def _ramps(
     microbatches: int, graph: Microbatch, limits: tuple[float, ...], of: str, all_paths: _Paths
 ) -> Iterator[Bound]:
-    """The bounds "ramps". whole: `_longest_paths` of all devices."""
+    """The bounds "ramps". all_paths: `_longest_paths` of all devices."""
     placement, takes = graph.placement, graph.takes
     if placement.stages > placement.devices or takes != graph.mean:
         return
@@ -262,7 +268,8 @@ def _ramps(
         from_forward, from_backward = graph.longest_from([forward]), graph.longest_from([backward])
         to_release = graph.longest_to([release])
         successors = [node for node in graph.nodes_of[device] if from_forward[node] > UNREACHED]
-        # The others may run at any time behind the forward. Without them less is certain to run, but more waits.
+        # Other successors may run at any time after the forward. Without them the busy time is shorter, but the waits
+        # are longer.
         needed = [node for node in successors if to_release[node] > UNREACHED]
         for nodes in (successors, needed):
             busy_before = takes[backward] + max_held * sum(

@@ -1,8 +1,8 @@
 """The critical path: the chain of passes, transfers and copies that determines the length of the step.
 
-From the pass that ends last back to the start, each member of the chain starts the moment its predecessor ends, because
-of it: it waited for its device, its inputs, a communicator, a link or a copy engine. So the chain has no gap, and its
-durations add up to the makespan.
+From the pass that ends last back to the start, each member of the chain starts exactly when its predecessor ends,
+because it waited for it: for its device, its inputs, a communicator, a link or a copy engine. So the chain has no gaps,
+and its durations add up to the makespan.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class CriticalPath:
 
     @cached_property
     def by_resource(self) -> dict[str, float]:
-        """The time on the path per resource that the next step waited for: "device" while a pass ran before
-        another of the same device, "transfer" while inputs were on their way, and so on; "end" for the last pass."""
+        """The time on the path per resource that the next event waited for: "device" while an earlier pass of the same
+        device ran, "transfer" while inputs were in flight, and so on; "end" for the last pass."""
         waits = [step.cause.resource for step in self.steps[1:] if step.cause is not None]
         return self._sums([*waits, "end"])
 
@@ -59,7 +59,7 @@ class CriticalPath:
 
 
 def critical_path(work: Work, loop: Loop) -> CriticalPath:
-    """The path to the pass, or sum over replicas, that ends last; if there are several, on the lowest device."""
+    """The path to the pass or gradient reduction that ends last; if there are several, on the lowest device."""
     numbered = work.numbered
 
     def is_of_step(n: int) -> bool:
@@ -71,7 +71,7 @@ def critical_path(work: Work, loop: Loop) -> CriticalPath:
         chain.append(loop.who[chain[-1]])
     steps: list[Event] = []
     for n in chain:
-        # A transfer is shown as issued by the device that waited for it, and so is a transfer that it waited for.
+        # A transfer is shown on the device that waited for it, and so is a transfer that this transfer waited for.
         device = steps[-1].device if numbered.is_transfer(n) else numbered.device(n)
         event = Event(device, numbered.item(n, device), loop.start[n], loop.end[n], cause_of(work, loop, n, device))
         steps.append(event)

@@ -1,11 +1,11 @@
 """The event loop: all devices execute their rows in simulated time.
 
-When a pass has ended, its device issues the transfers, copies and collectives over replicas before the next pass. That
-pass starts when those it needs have completed. A transfer starts when its last member has issued it (so its data is
-ready: on each producer it comes after the pass that makes it) and, if its communicator has a link, when the link has
-carried earlier ready transfers. While a collective runs, compute on its members runs at 1 / `overlap_slowdown` of its
-speed, for exactly that time; likewise at 1 / `contention` while all other devices compute, and in between while some
-do. Events are processed by time, so the result does not depend on the order of devices.
+When a pass ends, its device issues the transfers, copies and collectives over replicas that precede the next pass. That
+pass starts when those it needs have completed. A transfer starts once its last member has issued it (its data is then
+ready, because each producer issues it after the pass that computes the data) and, if its communicator has a link, once
+the link has carried all transfers that were ready earlier. While a collective runs, compute on its members runs at
+1 / `overlap_slowdown` of its speed; likewise at 1 / `contention` while all other devices compute, and proportionally
+while only some do. Events are processed by time, so the result does not depend on the order of devices.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ START, DEVICE, TRANSFER = "start", "device", "transfer"
 class Loop:
     """Start, end and cause of every event, after `run`.
 
-    By number: `start`, `end`, `why` (a resource of `Cause`) and `who`, again a number. By transfer: `posted`, when the
-    destination of a hop issued it. `issued` has the time at which each pass beside compute was issued, `ended` all
-    numbers in the order in which they ended: nothing ends before what it waited for.
+    By number: `start`, `end`, `why` (a resource of `Cause`) and `who` (the number of the event that it waited for). By
+    transfer: `posted`, the time at which the destination of a hop issued it. `issued` has the time at which each pass
+    that overlaps with compute was issued. `ended` lists all numbers in the order in which they ended, so nothing comes
+    before what it waited for.
     """
 
     def __init__(self, work: Work, slowdown: float, engine: CopyEngine, contention: float = 1.0) -> None:
@@ -52,13 +53,13 @@ class Loop:
         self.pending: list[deque[int]] = [deque() for _ in range(work.queues)]
         self.active = [0] * devices  # running collectives
         self.left, self.since, self.due = [0.0] * devices, [0.0] * devices, [0.0] * devices
-        # A device issues a copy back behind D, which waits for the copy out: it waits for nothing more.
+        # A device issues a copy back after D, which waits for the copy out, so the copy back has nothing to wait for.
         self.copies = CopyStreams(engine, self._line_of, lambda _: 0, self._begin_copy, self.held_up)
         self.network = Network(work, self)
         self.heap: list[tuple[float, int]] = []
 
     def run(self) -> bool:
-        """Run until no device can move; return whether all reached the end of their rows and made every transfer."""
+        """Run until no device can proceed; return whether all rows and all transfers were completed."""
         for device in range(len(self.work.rows)):
             self._walk(device, 0.0)
         heap, device_of, running, due = self.heap, self.numbered.device, self.running, self.due
@@ -93,7 +94,7 @@ class Loop:
         )
 
     def _walk(self, device: int, now: float) -> None:
-        """Go on to the next pass, and start it if nothing is missing."""
+        """Advance to the next pass, and start it if all its needs are met."""
         row, at, overlapped, first_transfer = (
             self.work.rows[device],
             self.position[device],
@@ -126,14 +127,14 @@ class Loop:
         self.position[device] = at
 
     def over(self, number: int, now: float) -> None:
-        """Note the end of a pass beside compute."""
+        """Record the end of a pass that overlaps with compute."""
         self.end[number] = now
         self.ended.append(number)
         for waiting in self.work.waiting.get(number, ()):
             self.arrived(waiting, number, now)
 
     def held_up(self, number: int, resource: str, holder: int) -> None:
-        """Note that something had to wait for `what`, which was busy with `by`."""
+        """Record that a transfer or copy had to wait for `resource`, which was busy with `holder`."""
         self.why[number], self.who[number] = resource, holder
 
     def _begin_copy(self, number: int, now: float) -> None:
@@ -144,7 +145,7 @@ class Loop:
         return self.numbered.device(copy), self.work.overlapped[copy] is Kind.L
 
     def _since(self, device: int) -> tuple[str, int]:
-        """Why the device is not further."""
+        """Why the device did not get here earlier."""
         last = self.last[device]
         return (START, 0) if last is None else (DEVICE, last)
 
@@ -175,7 +176,7 @@ class Loop:
             heappush(self.heap, (now + self.work.takes[transfer], transfer))
 
     def _is_on_network(self, transfer: int) -> bool:
-        """Whether it is a hop that shares a link with collectives over replicas, if such hops do."""
+        """Whether it is a hop with a link, which shares the network with collectives over replicas."""
         route = (transfer - self.first_transfer) // self.units
         return self.work.queue[route] >= 0 and self.routes[route].is_hop
 
@@ -197,7 +198,7 @@ class Loop:
             self.arrived(number, transfer, now)
 
     def _slow_down(self, transfer: int, added: int, now: float) -> None:
-        """Count a collective that begins or ends on its members."""
+        """Update the number of running collectives on the members of one that begins or ends."""
         route = self.numbered.route(transfer)
         if not route.is_hop and self.work.takes[transfer] > 0:
             for member in route.members:
@@ -213,7 +214,7 @@ class Loop:
         return rate
 
     def _change_speed(self, device: int, now: float) -> None:
-        """Change the speed of a running pass to the current one."""
+        """Update the speed of a running pass."""
         number, previous, current = self.running[device], self.rate[device], self._rate(device)
         if number is not None and current != previous:
             self.rate[device] = current
@@ -223,7 +224,7 @@ class Loop:
             heappush(self.heap, (self.due[device], number))
 
     def arrived(self, number: int, awaited: int, now: float) -> None:
-        """Count one need of a pass as met; `what` has just completed."""
+        """Mark one need of a pass as met; `awaited` has just completed."""
         self.needs[number] -= 1
         self.why[number], self.who[number] = TRANSFER, awaited
         if self.needs[number]:

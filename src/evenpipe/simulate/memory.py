@@ -12,7 +12,7 @@ from .loop import Loop
 from .work import Work
 
 Change = tuple[float, int, float]
-"""Time, rank at that time, and added bytes: the next pass can use released bytes."""
+"""Time, rank among changes at that time, and added bytes. By rank, the next pass can use released bytes."""
 
 _RECEIVED = (TransferKind.RECV_F, TransferKind.RECV_B)
 ROUNDING = 1e-9
@@ -23,9 +23,9 @@ def memory_curves(program: Program, costs: Costs, work: Work, loop: Loop) -> tup
     """The curve of each device, or None if `costs` have no bytes.
 
     A pass adds bytes at its start and releases bytes at its end. A copy back to the device adds its bytes when it is
-    issued, and so does gathering. An order that only evaluates stores nothing.
+    issued, and so does an all-gather of parameters. An order that only evaluates stores nothing.
 
-    Raises InputError if the bytes of a device are not 0 at the end, or become negative: then the deltas of one
+    Raises InputError if the bytes of a device do not end at 0, or become negative, because then the deltas of one
     microbatch do not add up to 0.
     """
     each = costs.by_slice(program.slices)

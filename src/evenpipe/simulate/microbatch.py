@@ -1,6 +1,6 @@
 """The passes and transfers of one microbatch with their times, and the longest paths between them.
 
-Every microbatch of a step has the same passes, so lower bounds need only this small graph.
+All microbatches of a step have the same passes, so lower bounds need only this small graph.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Name = tuple[int, Kind, int | None]
 
 @dataclass(slots=True)
 class Microbatch:
-    """The graph of one microbatch. Nodes are numbered so that each comes after all its needs.
+    """The graph of one microbatch. Nodes are numbered in topological order.
 
-    By node: `takes`, its time, of the slice where it is shortest if sequences are cut; `mean`, on average over slices;
-    `device`, -1 for a transfer; `needs`, the nodes directly before it. By device: `nodes_of`, its passes.
-    forward, backward, release: node by stage of F, of B or I, and of the pass that releases the activation, B or W; the
-    last two are empty for an order that only evaluates.
+    By node: `takes`, its time (the minimum over slices if sequences are cut); `mean`, its time averaged over slices;
+    `device`, -1 for a transfer; `needs`, its direct predecessors. By device: `nodes_of`, its passes. By stage:
+    `forward`, the node of F; `backward`, that of B or I; `release`, that of the pass that releases the activation, B or
+    W. The last two are empty for an order that only evaluates.
     """
 
     placement: Placement
@@ -52,8 +52,8 @@ class Microbatch:
         vocabulary: VocabularyMode = VocabularyMode.FIRST_LAST,
         forward_only: bool = False,
     ) -> Microbatch:
-        """The graph. With `split` backwards are I and W, else B; `costs` by slice. Raises InputError if a kind
-        has no time."""
+        """The graph. costs: by slice. split: backwards are I and W instead of B. Raises InputError if a kind has no
+        time."""
         rules = Rules(placement, vocabulary, forward_only=forward_only)
         times = [of_slice.stage_times(placement) | of_slice.device_times(placement) for of_slice in costs]
         takes: list[tuple[float, ...]] = []
@@ -114,11 +114,11 @@ class Microbatch:
 
     @property
     def work(self) -> list[float]:
-        """The time in passes, per device, on average over slices."""
+        """The time of all passes per device, averaged over slices."""
         return [sum(self.mean[node] for node in nodes) for nodes in self.nodes_of]
 
     def longest_from(self, sources: Collection[int]) -> list[float]:
-        """Return, per node, the longest path to its start from that of one of `sources`; UNREACHED without a path."""
+        """Return, per node, the longest path to its start from the start of any of `sources`; UNREACHED if none."""
         longest = [UNREACHED] * len(self.takes)
         for node in sources:
             longest[node] = 0.0
@@ -131,7 +131,7 @@ class Microbatch:
         return longest
 
     def longest_to(self, targets: Collection[int]) -> list[float]:
-        """Return, per node, the longest path from its end to the end of one of `targets`; UNREACHED without a path."""
+        """Return, per node, the longest path from its end to the end of any of `targets`; UNREACHED if none."""
         longest = [UNREACHED] * len(self.takes)
         for node in targets:
             longest[node] = 0.0

@@ -1,7 +1,7 @@
-"""Collectives over replicas, which run beside compute and share the network of their device with hops.
+"""Collectives over replicas, which overlap with compute and share the network of their device with hops.
 
 A device runs its collectives one at a time, in the order in which it issued them. All replicas do the same at the same
-time, so nothing waits for another replica. While a collective and hops are under way on a device, each goes at half
+time, so nothing waits for another replica. While a collective and hops are in flight on a device, each runs at half
 speed.
 """
 
@@ -24,8 +24,8 @@ COMMUNICATOR = "communicator"
 
 @dataclass(slots=True)
 class _Pace:
-    """How far a collective or hop is. devices: on whose network it is. left: time that it takes alone, from `since`
-    on. due: its end, if nothing changes."""
+    """Progress of a collective or hop. devices: whose networks it uses. left: remaining time from `since` on, if it
+    runs alone. due: its end, if nothing changes."""
 
     devices: tuple[int, ...]
     left: float
@@ -46,7 +46,7 @@ class Network:
         self._paces: dict[int, _Pace] = {}
 
     def submit(self, number: int, now: float) -> None:
-        """Queue a collective, which its device has issued. One without bytes is over at once."""
+        """Queue a collective that its device has issued. One that takes no time ends immediately."""
         if not self.work.takes[number]:
             self.loop.start[number] = now
             self.loop.over(number, now)
@@ -63,7 +63,7 @@ class Network:
         self._start(hop, devices, takes, now)
 
     def done(self, number: int, now: float) -> bool:
-        """Process the expected end of a collective or hop; return False if it has moved since."""
+        """Process the expected end of a collective or hop; return False if its end has changed in the meantime."""
         pace = self._paces.get(number)
         if pace is None or pace.due != now:
             return False
@@ -92,7 +92,7 @@ class Network:
         self._change_speeds(devices, now)
 
     def _change_speeds(self, devices: tuple[int, ...], now: float) -> None:
-        """Give everything that is under way on these devices its current speed."""
+        """Update the speed of everything in flight on these devices."""
         for device in devices:
             for number in (*list(self._queues[device])[:1], *self._hops[device]):
                 pace = self._paces.get(number)

@@ -1,4 +1,4 @@
-"""A simulated step: its timeline, and the figures that follow from it."""
+"""A simulated step: its timeline, and the figures derived from it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .timeline import timeline_of
 from .work import COPIES, Work
 
 END = "end"
-"""Stands for the wait after the last pass."""
+"""The key of the wait after the last pass."""
 
 
 @dataclass(frozen=True)
 class Simulation:
     """One step of `program` under `costs`. Times are in the unit of the costs.
 
-    waiting: per device, idle time by the need of the next pass: the kind of a transfer as the device issues it, O and L
-        for a copy, "end" after the last pass. With `timeline.busy` it adds up to the makespan.
-    slowed: per device, the busy time lost to collectives beside it, and to the compute of others.
+    waiting: per device, idle time by what the next pass waited for: the kind of a transfer as the device issues it, O
+        or L for a copy, "end" after the last pass. Together with `timeline.busy` it adds up to the makespan.
+    slowed: per device, the busy time lost to concurrent collectives and to the compute of other devices.
     """
 
     program: Program
@@ -43,7 +43,7 @@ class Simulation:
 
     @property
     def makespan(self) -> float:
-        """The whole step, over all devices."""
+        """The duration of the step, over all devices."""
         return self.timeline.makespan
 
     @property
@@ -53,15 +53,14 @@ class Simulation:
 
     @cached_property
     def timeline_with_slack(self) -> Timeline:
-        """`timeline`, its events with their slack. The step is simulated again, so that only pictures pay for it."""
+        """`timeline` with the slack of its events. The step is simulated again, so that only pictures pay for it."""
         work, loop = _run(self.program, self.costs)
         return timeline_of(self.program, self.costs, work, loop, slacks(work, loop, self.costs.engine))
 
     @cached_property
     def bounds(self) -> dict[str, Bound]:
-        """The best lower bounds on "span" and "makespan": no order with the same kinds of pass, on whose devices
-        no more stage activations are in flight, is shorter. If activations are copied to the host, memory sets no
-        bound."""
+        """The best lower bounds on "span" and "makespan": no order with the same kinds of pass and no more stage
+        activations in flight on any device is shorter. If activations are copied to the host, bounds ignore memory."""
         return program_bounds(self.program, self.costs, self.timeline.peak_in_flight)
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,8 +84,8 @@ class Simulation:
 def simulate(schedule: Program | Order, costs: Costs) -> Simulation:
     """Simulate one step in the full model.
 
-    An order first gets its communication, planned with the same costs; a program should have passed `check_program`.
-    Raises InputError if it cannot complete (with every fault), and if `costs` lack a needed kind.
+    For an order, communication is first planned with the same costs; a program should have passed `check_program`.
+    Raises InputError if the program cannot complete (listing every fault), and if `costs` lack a kind that it needs.
     """
     program = add_communication(schedule, costs) if isinstance(schedule, Order) else schedule
     work, loop = _run(program, costs)

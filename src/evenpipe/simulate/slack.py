@@ -1,12 +1,12 @@
-"""Slack: how much later everything in a step could end without making the step longer, and which pass waits for it.
+"""Slack: how much later each event of a step could end without making the step longer, and which pass waits for it.
 
 This is the backward pass of the critical path method (Kelley and Walker, 1959) over the simulated run. An event must
-end before the latest start of everything behind it: the next pass of its device, the transfers and copies issued in
-between, the passes that need it, and the next one in its queue.
+end before the latest start of all its successors: the next pass of its device, the transfers and copies issued in
+between, the passes that need it, and the next event in its queue.
 
-The order of every queue and all durations stay those of the run. So slack is exact where nothing queues or shares a
-speed; where transfers queue for a link, copies for an engine, or compute is slowed by what runs beside it, a delay may
-change an order or a speed, and slack is an estimate.
+The order of every queue and all durations are assumed to stay as they were in the run. So slack is exact where nothing
+queues and nothing is slowed down. Where transfers queue for a link, copies queue for an engine, or compute is slowed
+down by concurrent work, a delay may change an order or a speed, and slack is an estimate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .loop import Loop
 from .work import COPIES, Work
 
 ROUNDING = 1e-9
-"""Starts that differ by less, relative to the step, count as equal."""
+"""Starts that differ by less, relative to the duration of the step, count as equal."""
 
 
 Slacks = dict[int, tuple[float, int | None]]
@@ -51,7 +51,7 @@ def slacks(work: Work, loop: Loop, engine: CopyEngine) -> Slacks:
 
 
 def _successors(work: Work, loop: Loop, engine: CopyEngine) -> defaultdict[int, list[int]]:
-    """By number, what cannot start before its end on the same device, and in the same queue."""
+    """By number, the events on the same device or in the same queue that cannot start before its end."""
     successors: defaultdict[int, list[int]] = defaultdict(list)
     for row in work.rows:
         last = None
@@ -60,7 +60,7 @@ def _successors(work: Work, loop: Loop, engine: CopyEngine) -> defaultdict[int, 
                 successors[last].append(n)
             if n not in work.overlapped and not work.numbered.is_transfer(n):
                 last = n
-    ends: dict[Hashable, int] = {}  # the last one so far of each queue
+    ends: dict[Hashable, int] = {}  # the last event so far in each queue
     for n in loop.ended:
         for queue in _queues(work, engine, n):
             if queue in ends:
@@ -70,7 +70,7 @@ def _successors(work: Work, loop: Loop, engine: CopyEngine) -> defaultdict[int, 
 
 
 def _queues(work: Work, engine: CopyEngine, n: int) -> Iterator[Hashable]:
-    """What carries one transfer, copy or collective over replicas at a time, and carried this one."""
+    """The resources that carried this transfer, copy or collective over replicas, and carry only one at a time."""
     numbered, kind = work.numbered, work.overlapped.get(n)
     if numbered.is_transfer(n):
         queue = work.queue[(n + numbered.transfers) // numbered.units]

@@ -19,9 +19,9 @@ NO_SLACK: Slacks = {}
 
 
 def timeline_of(program: Program, costs: Costs, work: Work, loop: Loop, late: Slacks = NO_SLACK) -> Timeline:
-    """Passes of each device as they ran, and beside them its transfers and copies by their start.
+    """The passes of each device in the order in which they ran, and its transfers and overlapped passes by start.
 
-    late: the slack of all events, if they are to have it.
+    late: the slack of all events, to be included in the timeline.
     """
     rows, overlapped_rows = [], []
     busy_causes: dict[int, Cause] = {}  # the shared cause "busy with pass n"
@@ -66,7 +66,7 @@ def _slack(work: Work, time: float, first: int | None) -> Slack:
 def cause_of(work: Work, loop: Loop, n: int, device: int, items: Mapping[int, Item] = NO_ITEMS) -> Cause:
     """Why a pass, or a transfer of a device, did not start earlier.
 
-    items: of the device by number, as far as they are known.
+    items: the known items of the device, by number.
     """
     why, who = loop.why[n], loop.who[n]
     if why == START:

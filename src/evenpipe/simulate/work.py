@@ -1,7 +1,7 @@
-"""A program as the event loop runs it: the numbers of `Numbered`, their times, and who waits for what.
+"""A program as the event loop runs it: the numbers of `Numbered`, their times, and what waits for what.
 
-Copies (O and L), and what gathers, frees and sums parameters, run beside compute. All other passes run one after the
-other on their device.
+Copies (O and L), and passes that gather or free parameters or sum gradients, overlap with compute. All other passes run
+one after the other on their device.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ COPIES = frozenset({Kind.O, Kind.L})
 
 
 class Work:
-    """What the event loop needs of a program.
+    """The data that the event loop needs about a program.
 
     Attributes:
         numbered: the program in numbers. rows: per device, its passes and transfers.
         takes: by number, the time that it takes alone.
-        needs: by number of a pass, how many transfers and passes beside compute it waits for.
-        waiting: by number of those, the passes that wait for it.
-        overlapped: the kind of each pass that runs beside compute, by number.
-        queue: by number of a route, that of its communicator; -1 without a queue. There are `queues`.
+        needs: by number of a pass, how many transfers and overlapped passes it waits for.
+        waiting: by number of such a transfer or pass, the passes that wait for it.
+        overlapped: by number, the kind of each pass that overlaps with compute.
+        queue: by number of a route, the number of its communicator's queue; -1 without one. queues: how many there are.
     """
 
     def __init__(self, program: Program, costs: Costs) -> None:
-        """Raises InputError for a program with items that belong nowhere, and if `costs` lack a kind."""
+        """Raises InputError for a program with misplaced items, and if `costs` lack a kind."""
         self.program, self.numbered = program, Numbered(program)
         if self.numbered.misplaced or self.numbered.repeated:
             check_program(program).raise_if_faulty()
@@ -45,7 +45,7 @@ class Work:
         self._count_needs()
 
     def item(self, n: int) -> Pass:
-        """The pass with a number, or the joint pass that it is a part of."""
+        """The pass with this number, or the joint pass that contains it."""
         item = self.numbered.item(n, self.numbered.device(n))
         assert isinstance(item, Pass)
         return item
@@ -89,7 +89,7 @@ class Work:
             self._wait_for_parameters(device, row)
 
     def _wait_for_parameters(self, device: int, row: list[int]) -> None:
-        """Let the first pass that uses gathered parameters wait for them."""
+        """Make the first pass that uses gathered parameters wait for them."""
         numbered, program = self.numbered, self.program
         if not any(n in numbered.apart for n in row):
             return
