@@ -353,7 +353,7 @@ def test_transfers_that_meet_have_half_of_a_card_each(work: LayerWork) -> None:
     assert layer_time(work, near).across is None, "inside a node nothing is shared"
     layer, hop = layer_time(work, far), far.axes.pipeline.hop_seconds(far.hardware, far.hop_bytes(4096))
     keys = layer.across
-    assert keys is not None and keys.whole == keys.inputs > keys.forward > 0
+    assert keys is not None and keys.full_backward == keys.inputs > keys.forward > 0
     computed = 8 * (layer.forward + layer.backward)
     of_keys, of_hops = 8 * (keys.forward + keys.backward) / computed, 2 * 3 * hop / computed
     costs = costs_of_cut(even_cut("first-last", devices=4, layers=8), [layer] * 8, far, rows=32000, hidden_size=4096)
