@@ -19,7 +19,7 @@ from traced_steps import one_device
 
 from evenpipe.cli.main import main
 from evenpipe.draw import Bars, bars_svg, check_file, draw, page, svg, terminal, trace
-from evenpipe.draw.encode import Looks, encode
+from evenpipe.draw.encode import StyleTable, encode
 from evenpipe.draw.figures import Scale
 from evenpipe.draw.panel import Panel
 from evenpipe.errors import InputError
@@ -103,7 +103,7 @@ def unpacked(text: str, count: int) -> list[list[int]]:
 
 
 def test_events_are_columns_of_integers() -> None:
-    encoded = encode(Panel("", with_slack(two_devices())), Looks(), Scale())
+    encoded = encode(Panel("", with_slack(two_devices())), StyleTable(), Scale())
     assert encoded["rows"] == [(0, 0, 0), (1, 0, 2), (0, 1, 4), (1, 1, 5)]
     columns = unpacked(encoded["columns"], encoded["count"])
     starts, durations, _, stages, _, _, causes, resources, _, slacks, firsts = columns

@@ -14,7 +14,7 @@ from traced_steps import two_devices as traced
 from evenpipe.cli.main import main
 from evenpipe.compare.measured import compare, scaled
 from evenpipe.draw import svg, terminal, trace
-from evenpipe.draw.kinds import LOOKS
+from evenpipe.draw.kinds import STYLES
 from evenpipe.schedule import Costs, Kind, TransferKind, plan_program
 from evenpipe.schedule.trace import Allocations
 from evenpipe.schedule.trace_file import write_trace
@@ -23,10 +23,10 @@ from evenpipe.simulate import simulate
 
 def test_svg_has_a_bar_in_each_wait_and_its_kind_in_the_legend() -> None:
     without, text = svg(two_devices(), width=1200), svg(two_devices(), width=1200, waits=True)
-    blue = LOOKS[Kind.F].colour
+    blue = STYLES[Kind.F].colour
     assert rectangles(without, blue) == rectangles(text, blue)
     for kind, device, (start, end) in ((TransferKind.RECV_B, 0, (2, 9)), (TransferKind.RECV_F, 1, (0, 3))):
-        colour = LOOKS[kind].colour
+        colour = STYLES[kind].colour
         assert not rectangles(without, colour)
         bar, chip = rectangles(text, colour)
         x, y, width, height, _ = rectangles(text, blue)[device]  # 0F0 from 0 to 2, 1F0 from 3 to 5
@@ -44,7 +44,7 @@ def test_the_terminal_says_how_long_each_device_waited_for_what_and_colours_idle
     silent = terminal(timeline("0F0 0 1, 0B0 1 2"), width=60, colour="none", waits=True)
     assert "device 0 waited for  nothing" in silent
     plain, text = (terminal(two_devices(), width=80, colour="truecolor", waits=waits) for waits in (False, True))
-    receive = LOOKS[TransferKind.RECV_B].colour
+    receive = STYLES[TransferKind.RECV_B].colour
     code = ";".join(str(int(receive[place : place + 2], 16)) for place in (1, 3, 5))
     assert f"38;2;{code}m·" in text and "waited" not in plain and f"38;2;{code}m·" not in plain
 
@@ -77,7 +77,7 @@ def test_every_format_has_measured_above_predicted(file: Path, suffix: str, caps
     assert capsys.readouterr().out == f"wrote out{suffix}\n"
     assert 0 < text.index("measured") < text.index("predicted")
     if suffix == ".svg":
-        boxes = rectangles(text, LOOKS[Kind.F].colour)
+        boxes = rectangles(text, STYLES[Kind.F].colour)
         assert len(boxes) == 2 * 8 + 1  # both panels, and the legend
         assert [box.width for box in boxes[:8]] == pytest.approx([box.width for box in boxes[8:16]], abs=0.02)
 

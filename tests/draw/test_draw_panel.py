@@ -9,7 +9,7 @@ from drawn_timelines import timeline, two_devices
 
 from evenpipe.draw.columns import cut, mean_colour
 from evenpipe.draw.figures import Scale, bytes_text, number_text, ticks
-from evenpipe.draw.kinds import IDLE, LOOKS, channels, colours_of, for_dark, ink_on, luminance
+from evenpipe.draw.kinds import IDLE, STYLES, channels, colours_of, for_dark, ink_on, luminance
 from evenpipe.draw.panel import Panel, panels_of
 from evenpipe.schedule import Kind, Pass, TransferKind
 
@@ -106,13 +106,13 @@ def contrast(a: str, b: str) -> float:
 
 
 def test_kinds_in_one_row_stay_apart() -> None:
-    colours = {kind.value: LOOKS[kind].colour for kind in IN_ONE_ROW} | {"idle": IDLE}
+    colours = {kind.value: STYLES[kind].colour for kind in IN_ONE_ROW} | {"idle": IDLE}
     weight = colours["W"]
     for vision in VISION:
         close = [pair for pair in combinations(colours, 2) if distance(*map(colours.get, pair), vision) < 0.06]
         assert not close, vision
         assert all(distance(weight, colours[other], vision) > 0.15 for other in "SFI"), "told at a glance"
-        dark = [distance(for_dark(weight), for_dark(LOOKS[k].colour), vision) for k in IN_ONE_ROW if k is not Kind.W]
+        dark = [distance(for_dark(weight), for_dark(STYLES[k].colour), vision) for k in IN_ONE_ROW if k is not Kind.W]
         assert min(dark) >= 0.06, vision
 
 
@@ -127,14 +127,14 @@ def test_stages_and_slices_differ_in_shade_from_light_to_dark() -> None:
         assert held == 1 or kind not in "FBIW" or all(distance(shades[0], shades[-1], v) > 0.1 for v in VISION)
         assert all(contrast(shade, ink_on(shade)) >= 4.5 for shade in shades)
     assert len({colours_of(Pass(Kind.F, 0, 0, part), (0, 1), 64) for part in range(64)}) == 8, "many share shades"
-    assert colours_of(Pass(Kind.UNSHARD, 0, None), (0,), 4) == (LOOKS[Kind.UNSHARD].colour,), "of replicas: no slices"
+    assert colours_of(Pass(Kind.UNSHARD, 0, None), (0,), 4) == (STYLES[Kind.UNSHARD].colour,), "of replicas: no slices"
 
 
 def test_every_kind_has_a_colour_in_which_numbers_can_be_read() -> None:
-    assert set(LOOKS) == {*Kind, *TransferKind}
-    for kind, stages in product(LOOKS, (1, 2, 4)):
+    assert set(STYLES) == {*Kind, *TransferKind}
+    for kind, stages in product(STYLES, (1, 2, 4)):
         for stage in range(stages):
             item = Pass(kind, stage, 0) if isinstance(kind, Kind) else None
-            colours = colours_of(item, tuple(range(stages))) if item else (LOOKS[kind].colour,)
+            colours = colours_of(item, tuple(range(stages))) if item else (STYLES[kind].colour,)
             for colour in (*colours, *map(for_dark, colours)):
                 assert contrast(colour, ink_on(colour)) >= 4.5, colour

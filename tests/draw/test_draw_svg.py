@@ -11,7 +11,7 @@ import pytest
 from drawn_timelines import EMPTY, SPACE, Box, boxes, tensor_ranks, timeline, two_devices, words
 
 from evenpipe.draw import Bars, bars_svg, loads_svg, svg
-from evenpipe.draw.kinds import IDLE, LOOKS, luminance
+from evenpipe.draw.kinds import IDLE, STYLES, luminance
 from evenpipe.draw.loads import SCALE
 from evenpipe.errors import InputError
 from evenpipe.schedule import EQUAL_COSTS, Costs, Kind, plan_order, time_order
@@ -20,7 +20,7 @@ from evenpipe.simulate import simulate
 
 def test_a_pass_is_a_box_with_its_microbatch() -> None:
     text = svg(timeline("0F3 0 2, 0B3 6 10"), width=500)
-    (forward,), (backward,) = boxes(text, LOOKS[Kind.F].colour), boxes(text, LOOKS[Kind.B].colour)
+    (forward,), (backward,) = boxes(text, STYLES[Kind.F].colour), boxes(text, STYLES[Kind.B].colour)
     (idle,) = boxes(text, IDLE)
     assert forward[2] * 2 == pytest.approx(backward[2], abs=2)
     assert backward[0] - idle[0] == pytest.approx(0.6 * idle[2], abs=1)
@@ -77,8 +77,8 @@ def test_readers_who_prefer_it_see_a_dark_picture() -> None:
     query, _, rules = (style.text or "").partition("{")
     assert query == "@media (prefers-color-scheme: dark) "
     found = dict(re.findall(r'rect\[fill="(#\w+)"\] \{ fill: (#\w+) \}', rules))
-    assert set(found) == {"#ffffff", IDLE, LOOKS[Kind.W].colour}  # those that would not show, or blind
-    assert luminance(found["#ffffff"]) < luminance(found[IDLE]) < luminance(found[LOOKS[Kind.W].colour])
+    assert set(found) == {"#ffffff", IDLE, STYLES[Kind.W].colour}  # those that would not show, or blind
+    assert luminance(found["#ffffff"]) < luminance(found[IDLE]) < luminance(found[STYLES[Kind.W].colour])
     for colour, raised in re.findall(r'text\[fill="(#\w+)"\] \{ fill: (#\w+) \}', rules):
         assert luminance(colour) < 0.2 < luminance(raised)
 
@@ -107,7 +107,7 @@ def test_a_limit_is_a_line_over_each_curve_at_its_height() -> None:
 
 def test_passes_that_run_as_one_are_drawn_above_each_other() -> None:
     text = svg(timeline("(0F1;0B0)OVERLAP_F_B 0 4"))
-    (forward,), (backward,) = boxes(text, LOOKS[Kind.F].colour), boxes(text, LOOKS[Kind.B].colour)
+    (forward,), (backward,) = boxes(text, STYLES[Kind.F].colour), boxes(text, STYLES[Kind.B].colour)
     assert (forward[0], forward[2]) == (backward[0], backward[2])
     assert forward[1] + forward[3] == backward[1]
     assert {"0", "1"} <= set(words(text))
@@ -147,7 +147,7 @@ def test_copies_have_a_lane_of_their_own() -> None:
     plain, drawn = (svg(simulate(order, costs).timeline) for order in (kept, moved))
     assert "offload to host" not in plain and "offload to host" in drawn and "load from host" in drawn
     copies = sum(item is not None and item.kind in (Kind.O, Kind.L) for row in moved.rows for item in row)
-    assert sum(len(boxes(drawn, LOOKS[kind].colour)) for kind in (Kind.O, Kind.L)) == copies
+    assert sum(len(boxes(drawn, STYLES[kind].colour)) for kind in (Kind.O, Kind.L)) == copies
 
 
 # --- bars of memory and loads of experts ------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from .panel import Panel
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Segment:
     """The part of an event that lies in a column; start and end from 0 to 1, within the column."""
 
     event: Event
@@ -20,9 +20,9 @@ class Piece:
     end: float
 
 
-def cut(row: Sequence[Event], origin: float, width: float, columns: int) -> list[list[Piece]]:
-    """Return, per column of `width` units of time from `origin` on, its pieces by start, without events of length 0."""
-    result: list[list[Piece]] = [[] for _ in range(columns)]
+def cut(row: Sequence[Event], origin: float, width: float, columns: int) -> list[list[Segment]]:
+    """Return the segments of each column of `width` units of time from `origin` on, by start; none has length 0."""
+    result: list[list[Segment]] = [[] for _ in range(columns)]
     if width <= 0:
         return result
     for event in row:
@@ -31,13 +31,13 @@ def cut(row: Sequence[Event], origin: float, width: float, columns: int) -> list
         while column < columns and column < end:
             low, high = max(start - column, 0.0), min(end - column, 1.0)
             if high - low > 1e-9:
-                result[column].append(Piece(event, low, high))
+                result[column].append(Segment(event, low, high))
             column += 1
     return result
 
 
 def mean_colour(
-    panel: Panel, pieces: Sequence[Piece], idle: str | None, start: float = 0.0, end: float = 1.0
+    panel: Panel, segments: Sequence[Segment], idle: str | None, start: float = 0.0, end: float = 1.0
 ) -> str | None:
     """The mean colour between two positions in a column, with `idle` mixed in for idle time.
 
@@ -45,12 +45,12 @@ def mean_colour(
     """
     total = [0.0, 0.0, 0.0]
     covered = 0.0
-    for piece in pieces:
-        overlap = min(piece.end, end) - max(piece.start, start)
+    for segment in segments:
+        overlap = min(segment.end, end) - max(segment.start, start)
         if overlap <= 0:
             continue
         covered += overlap
-        colours = panel.colours(piece.event)
+        colours = panel.colours(segment.event)
         for colour in colours:
             for index, value in enumerate(channels(colour)):
                 total[index] += value * overlap / len(colours)

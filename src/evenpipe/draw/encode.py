@@ -32,7 +32,7 @@ EventNumbers = dict[tuple[int | None, Item | None], int]
 """Numbers of events by device and item."""
 
 
-class Looks:
+class StyleTable:
     """The kinds and colours in use, numbered by first use, in one table for all panels of a page."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Looks:
         return self.resources.setdefault(name, len(self.resources))
 
 
-def encode(panel: Panel, looks: Looks, scale: Scale) -> dict[str, Any]:
+def encode(panel: Panel, styles: StyleTable, scale: Scale) -> dict[str, Any]:
     """A panel as JSON.
 
     rows: (device, type, number of its first event) of each row; events of a row do not overlap and are sorted by start.
@@ -57,7 +57,7 @@ def encode(panel: Panel, looks: Looks, scale: Scale) -> dict[str, Any]:
     """
     rows, events = _rows(panel)
     step = tick(panel.length)
-    table, texts, unknown = _table(panel, events, looks, step)
+    table, texts, unknown = _table(panel, events, styles, step)
     curves = _curves(panel, step)
     return {
         "name": panel.name,
@@ -114,9 +114,9 @@ def _rows(panel: Panel) -> tuple[list[tuple[int, int, int]], list[Event]]:
 
 
 def _table(
-    panel: Panel, events: list[Event], looks: Looks, step: float
+    panel: Panel, events: list[Event], styles: StyleTable, step: float
 ) -> tuple[list[array[int]], dict[int, str], dict[int, str]]:
-    """Columns: start and duration (ticks), look, stage and microbatch (-1: None), slice, cause (how many events before
+    """Columns: start and duration (ticks), style, stage and microbatch (-1: None), slice, cause (how many events before
     this one; 0: None), resource, ticks in which tensor ranks only exchange rows, slack (ticks; -1 if not known), and
     the first pass to wait (encoded like the cause)."""
     origin = panel.origin
@@ -131,11 +131,11 @@ def _table(
     event_numbers: EventNumbers = {}
     for number, event in enumerate(events):
         event_numbers.setdefault((event.device, event.item), number)
-    causes, resources, unknown = _causes(events, looks, event_numbers)
+    causes, resources, unknown = _causes(events, styles, event_numbers)
     table = [
         _differences(starts),
         array("i", [end - start for start, end in zip(starts, ends, strict=True)]),
-        array("i", [looks.of(panel, event) for event in events]),
+        array("i", [styles.of(panel, event) for event in events]),
         array("i", [-1 if item.stage is None else item.stage for item in items]),
         _differences(array("i", [-1 if item.microbatch is None else item.microbatch for item in items])),
         array("i", [item.slice for item in items]),
@@ -155,7 +155,7 @@ def _back(number: int, slack: Slack | None, event_numbers: EventNumbers) -> int:
 
 
 def _causes(
-    events: list[Event], looks: Looks, event_numbers: EventNumbers
+    events: list[Event], styles: StyleTable, event_numbers: EventNumbers
 ) -> tuple[array[int], array[int], dict[int, str]]:
     causes, resources = array("i", bytes(4 * len(events))), array("i", bytes(4 * len(events)))
     unknown: dict[int, str] = {}
@@ -163,7 +163,7 @@ def _causes(
         cause = event.cause
         if cause is None:
             continue
-        resources[number] = looks.resource(cause.resource)
+        resources[number] = styles.resource(cause.resource)
         if cause.item is None:
             continue
         cause_device = event.device if cause.device is None else cause.device

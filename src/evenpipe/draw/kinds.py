@@ -20,42 +20,42 @@ IDLE = "#e9ecf0"
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Style:
     """words: description of the kind, for legends and tooltips. colour: #rrggbb, before any shade."""
 
     words: str
     colour: str
 
 
-LOOKS: dict[Kind | TransferKind, Look] = {
-    Kind.F: Look("forward", "#3e70d4"),
-    Kind.B: Look("backward", "#54ad8b"),
-    Kind.I: Look("input gradient", "#98dfc3"),
-    Kind.W: Look("weight gradient", "#30505c"),
-    Kind.OVERLAP_F_B: Look("forward and backward as one", "#4c92b4"),
-    Kind.E: Look("embedding", "#d99be6"),
-    Kind.S: Look("output layer, first half", "#f8bb2d"),
-    Kind.C: Look("loss from gathered statistics", "#5c2608"),
-    Kind.T: Look("output layer, second half", "#cc3f16"),
-    Kind.G: Look("embedding gradient", "#74249c"),
-    Kind.R: Look("recompute", "#7a6a64"),
-    Kind.O: Look("offload to host", "#444b5c"),
-    Kind.D: Look("free memory", "#737a89"),
-    Kind.L: Look("load from host", "#a4abb8"),
-    **dict.fromkeys((Kind.UNSHARD, Kind.UNSHARD_E, Kind.UNSHARD_S), Look("gather parameters", "#8797ad")),
-    **dict.fromkeys((Kind.RESHARD, Kind.RESHARD_E, Kind.RESHARD_S), Look("free gathered parameters", "#8797ad")),
-    **dict.fromkeys((Kind.REDUCE_GRAD, Kind.REDUCE_GRAD_E, Kind.REDUCE_GRAD_S), Look("sum gradients", "#39424f")),
-    TransferKind.SEND_F: Look("send of a forward", "#9db8ee"),
-    TransferKind.RECV_F: Look("receive of a forward", "#7399e6"),
-    TransferKind.SEND_B: Look("send of a backward", "#a5d4c0"),
-    TransferKind.RECV_B: Look("receive of a backward", "#7cc0a5"),
-    TransferKind.X: Look("broadcast of hidden states", "#f3d58a"),
-    TransferKind.STATISTICS: Look("gather of statistics", "#b98d78"),
-    TransferKind.DX: Look("reduce of the hidden gradient", "#e59a84"),
-    TransferKind.ROWS: Look("embedding rows", "#e6c6ee"),
-    TransferKind.ROW_GRADIENTS: Look("gradients of embedding rows", "#b689cc"),
+STYLES: dict[Kind | TransferKind, Style] = {
+    Kind.F: Style("forward", "#3e70d4"),
+    Kind.B: Style("backward", "#54ad8b"),
+    Kind.I: Style("input gradient", "#98dfc3"),
+    Kind.W: Style("weight gradient", "#30505c"),
+    Kind.OVERLAP_F_B: Style("forward and backward as one", "#4c92b4"),
+    Kind.E: Style("embedding", "#d99be6"),
+    Kind.S: Style("output layer, first half", "#f8bb2d"),
+    Kind.C: Style("loss from gathered statistics", "#5c2608"),
+    Kind.T: Style("output layer, second half", "#cc3f16"),
+    Kind.G: Style("embedding gradient", "#74249c"),
+    Kind.R: Style("recompute", "#7a6a64"),
+    Kind.O: Style("offload to host", "#444b5c"),
+    Kind.D: Style("free memory", "#737a89"),
+    Kind.L: Style("load from host", "#a4abb8"),
+    **dict.fromkeys((Kind.UNSHARD, Kind.UNSHARD_E, Kind.UNSHARD_S), Style("gather parameters", "#8797ad")),
+    **dict.fromkeys((Kind.RESHARD, Kind.RESHARD_E, Kind.RESHARD_S), Style("free gathered parameters", "#8797ad")),
+    **dict.fromkeys((Kind.REDUCE_GRAD, Kind.REDUCE_GRAD_E, Kind.REDUCE_GRAD_S), Style("sum gradients", "#39424f")),
+    TransferKind.SEND_F: Style("send of a forward", "#9db8ee"),
+    TransferKind.RECV_F: Style("receive of a forward", "#7399e6"),
+    TransferKind.SEND_B: Style("send of a backward", "#a5d4c0"),
+    TransferKind.RECV_B: Style("receive of a backward", "#7cc0a5"),
+    TransferKind.X: Style("broadcast of hidden states", "#f3d58a"),
+    TransferKind.STATISTICS: Style("gather of statistics", "#b98d78"),
+    TransferKind.DX: Style("reduce of the hidden gradient", "#e59a84"),
+    TransferKind.ROWS: Style("embedding rows", "#e6c6ee"),
+    TransferKind.ROW_GRADIENTS: Style("gradients of embedding rows", "#b689cc"),
 }
-"""Look of every kind, in the order of legends."""
+"""The style of every kind, in the order of legends."""
 
 
 def colours_of(item: Item, stages: tuple[int, ...], slices: int = 1) -> tuple[str, ...]:
@@ -68,7 +68,7 @@ def colours_of(item: Item, stages: tuple[int, ...], slices: int = 1) -> tuple[st
 def _shaded(part: Item, stages: tuple[int, ...], slices: int) -> str:
     """The colour of a pass: shades run from the first stage to the last, and in each from the first slice to the
     last."""
-    colour = LOOKS[part.kind].colour
+    colour = STYLES[part.kind].colour
     if isinstance(part.kind, TransferKind):
         return colour
     position, held = (stages.index(part.stage), len(stages)) if part.stage in stages else (0, 1)
@@ -126,4 +126,4 @@ def for_dark(colour: str) -> str:
 def _kinds_colour() -> dict[str, str]:
     """The colour of the kind that a shade belongs to."""
     positions = [(position, shades) for shades in range(2, MOST_SHADES + 1) for position in range(shades)]
-    return {_shade(look.colour, *args): look.colour for look in LOOKS.values() for args in positions}
+    return {_shade(style.colour, *args): style.colour for style in STYLES.values() for args in positions}

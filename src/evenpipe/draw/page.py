@@ -18,9 +18,9 @@ from typing import Any
 
 from evenpipe.given import plain
 
-from .encode import Looks, encode
+from .encode import StyleTable, encode
 from .figures import Scale, amount_text, busy_share, figures, limit_text, shades_text, share_text
-from .kinds import LOOKS, for_dark, ink_on
+from .kinds import STYLES, for_dark, ink_on
 from .panel import Panel, Timelines, kinds_in, panels_of
 
 SCRIPTS = (
@@ -71,19 +71,19 @@ def page(timelines: Timelines, *, title: str = "", unit_seconds: float | None = 
 
 def _data(panels: tuple[Panel, ...], scale: Scale) -> str:
     """The data for the scripts. It contains no `<`, so that nothing can end its element."""
-    looks = Looks()
-    encoded = [encode(panel, looks, scale) for panel in panels]
+    styles = StyleTable()
+    encoded = [encode(panel, styles, scale) for panel in panels]
     content: dict[str, Any] = {
         "unit": scale.unit_seconds,
-        "kinds": [(kind.value, look.words, look.colour) for kind, look in LOOKS.items()],
+        "kinds": [(kind.value, style.words, style.colour) for kind, style in STYLES.items()],
         "looks": [
             (
-                list(LOOKS).index(kind),
+                list(STYLES).index(kind),
                 [(colour, for_dark(colour), ink_on(colour), ink_on(for_dark(colour))) for colour in colours],
             )
-            for kind, colours in looks.entries
+            for kind, colours in styles.entries
         ],
-        "resources": list(looks.resources),
+        "resources": list(styles.resources),
         "shades": shades_text(panels),
         "limit": limit_text(panels),
         "panels": encoded,
@@ -106,7 +106,7 @@ def _figures(panels: tuple[Panel, ...], scale: Scale) -> str:
 def _devices(panel: Panel) -> str:
     """Return, per device, how busy it is, its peak, and the time of each kind as a share of the makespan."""
     kinds = kinds_in([panel])
-    head = "".join(f'<th scope="col" title="{escape(LOOKS[kind].words)}">{kind.value}</th>' for kind in kinds)
+    head = "".join(f'<th scope="col" title="{escape(STYLES[kind].words)}">{kind.value}</th>' for kind in kinds)
     makespan = panel.timeline.makespan
     lines = []
     for device in range(panel.devices):

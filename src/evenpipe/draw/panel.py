@@ -13,7 +13,7 @@ from evenpipe.schedule import Event, Item, Kind, Pass, Timeline, TransferKind, p
 from evenpipe.schedule.held import held_over_time
 from evenpipe.schedule.rules import IN_FLIGHT
 
-from .kinds import LOOKS, colours_of
+from .kinds import STYLES, colours_of
 
 Timelines = Timeline | Mapping[str, Timeline]
 """The input of every output: one timeline, or several by name, drawn in this order on one time axis."""
@@ -76,7 +76,7 @@ class Panel:
     def awaited(self) -> tuple[Kind | TransferKind, ...]:
         """The kinds that overlap with compute and that any device waits for, in the order of legends."""
         kinds = {wait.item.kind for device in range(self.devices) for wait in self.waits(device)}
-        return tuple(kind for kind in LOOKS if kind in kinds)
+        return tuple(kind for kind in STYLES if kind in kinds)
 
     @property
     def devices(self) -> int:
@@ -178,7 +178,7 @@ def kinds_in(panels: Iterable[Panel]) -> tuple[Kind, ...]:
     """Kinds of pass that take time in at least one panel, in the order of legends."""
     timed = (event for panel in panels for row in panel.rows for event in row if event.end > event.start)
     kinds = {part.kind for event in timed for part in parts(event)}
-    return tuple(kind for kind in LOOKS if isinstance(kind, Kind) and kind in kinds)
+    return tuple(kind for kind in STYLES if isinstance(kind, Kind) and kind in kinds)
 
 
 def lanes(events: Iterable[Event]) -> list[int]:

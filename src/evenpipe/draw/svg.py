@@ -15,7 +15,7 @@ from evenpipe.schedule.sharding import part_of
 from .canvas import FAINT, LEGEND_LINE, TEXT, Canvas, Entry, n, text_width
 from .columns import cut, mean_colour
 from .figures import Scale, exchange_text, figures, limit_text, peak_of, shades_text, ticks
-from .kinds import IDLE, LOOKS, ink_on
+from .kinds import IDLE, STYLES, ink_on
 from .panel import Panel, Timelines, kinds_in, lanes, panels_of, parts
 
 _MEMORY = "#8d97a5"
@@ -161,7 +161,7 @@ class _Page:
             x, width = self._x(panel, event.start), (event.end - event.start) * self.pixels_per_unit
             edge = 0.4 if width >= 4 else 0.0
             box = (x + edge, y + 1 + lane * height, width - 2 * edge, height - 1)
-            colour = LOOKS[event.item.kind].colour
+            colour = STYLES[event.item.kind].colour
             self.canvas.rect(*box, colour)
             self._write(_short(event.item), colour, box)
 
@@ -190,12 +190,14 @@ class _Page:
         height = self.rows.height
         for wait in panel.waits(device):
             x, width = self._x(panel, wait.start), (wait.end - wait.start) * self.pixels_per_unit
-            self.canvas.rect(x, y + height * (1 - _WAIT) / 2, width, height * _WAIT, LOOKS[wait.item.kind].colour)
+            self.canvas.rect(x, y + height * (1 - _WAIT) / 2, width, height * _WAIT, STYLES[wait.item.kind].colour)
 
     def _mean(self, panel: Panel, device: int, y: float, columns: int) -> None:
         """Draw one rectangle per run of pixels of one colour: the row as seen from far away."""
         step = self.length / columns
-        colours = [mean_colour(panel, pieces, IDLE) for pieces in cut(panel.rows[device], panel.origin, step, columns)]
+        colours = [
+            mean_colour(panel, segments, IDLE) for segments in cut(panel.rows[device], panel.origin, step, columns)
+        ]
         start = 0
         for column in range(1, columns + 1):
             if column == columns or colours[column] != colours[start]:
@@ -265,9 +267,9 @@ class _Page:
 
 
 def _entries(kinds: Collection[Kind | TransferKind]) -> list[Entry]:
-    """Colour and text of each look in a legend; kinds that look alike share the entry of the first one."""
-    first = {look: kind for kind, look in reversed(LOOKS.items()) if kind in kinds}
-    return [Entry(look.colour, f"{kind.value}  {look.words}") for look, kind in reversed(first.items())]
+    """Colour and text of each style in a legend; kinds that look alike share the entry of the first one."""
+    first = {style: kind for kind, style in reversed(STYLES.items()) if kind in kinds}
+    return [Entry(style.colour, f"{kind.value}  {style.words}") for style, kind in reversed(first.items())]
 
 
 def _short(item: Item) -> str:

@@ -24,9 +24,9 @@ from evenpipe.schedule.passes import FREEING_KINDS, GATHERING_KINDS, REDUCING_KI
 from evenpipe.words import unknown
 
 from .ansi import DEPTHS, Painter
-from .columns import Piece, cut, mean_colour
+from .columns import Segment, cut, mean_colour
 from .figures import Scale, busy_share, exchange_text, figures, peak_of, shades_text, ticks
-from .kinds import LOOKS, ink_on, mix
+from .kinds import STYLES, ink_on, mix
 from .panel import Panel, Timelines, kinds_in, panels_of, parts
 
 SMALLEST_WIDTH = 40
@@ -162,7 +162,7 @@ class _Page:
         colours = {}
         for wait in panel.waits(device):
             first, last = ((time - panel.origin) / self._step for time in (wait.start, wait.end))
-            colours.update(dict.fromkeys(range(int(first), int(last) + 1), LOOKS[wait.item.kind].colour))
+            colours.update(dict.fromkeys(range(int(first), int(last) + 1), STYLES[wait.item.kind].colour))
         return colours
 
     def _waited(self, panel: Panel) -> list[str]:
@@ -176,35 +176,35 @@ class _Page:
             lines += _wrapped([f"device {device} waited for", *(words or ["nothing"])], "  ", self.width)
         return lines
 
-    def _coloured(self, panel: Panel, cells: list[list[Piece]], dots: dict[int, str]) -> str:
+    def _coloured(self, panel: Panel, cells: list[list[Segment]], dots: dict[int, str]) -> str:
         labels = _labels(panel, cells, self._step)
         body = (
-            self._cell(panel, pieces, labels.get(column, ("", 0)), dots.get(column, _IDLE))
-            for column, pieces in enumerate(cells)
+            self._cell(panel, segments, labels.get(column, ("", 0)), dots.get(column, _IDLE))
+            for column, segments in enumerate(cells)
         )
         return "".join(body) + self.painter.reset
 
-    def _cell(self, panel: Panel, pieces: list[Piece], label: tuple[str, int], dot: str) -> str:
+    def _cell(self, panel: Panel, segments: list[Segment], label: tuple[str, int], dot: str) -> str:
         """A column. label: a character, and the index of the part of a joint pass that it belongs to."""
         paint = self.painter.cell
-        if not pieces:
+        if not segments:
             return paint("·", dot, None)
-        first, last = pieces[0], pieces[-1]
-        if len(pieces) == 1 and first.end - first.start > 0.94:
+        first, last = segments[0], segments[-1]
+        if len(segments) == 1 and first.end - first.start > 0.94:
             colours = _striped(panel, first)
             text, index = label
             if len(colours) > 1 and not text:
                 return paint("▀", colours[0], colours[1])
             return paint(text or " ", ink_on(colours[index]), colours[index])
-        if len(pieces) == 1:
+        if len(segments) == 1:
             colour = _striped(panel, first)[0]
             if first.start < 0.06:
                 return paint(_eighth(first.end), colour, None)
             if first.end > 0.94:
                 return paint(_eighth(first.start), None, colour)
-        if len(pieces) == 2 and last.start - first.end < 0.06 and first.start < 0.06 and last.end > 0.94:
+        if len(segments) == 2 and last.start - first.end < 0.06 and first.start < 0.06 and last.end > 0.94:
             return paint(_eighth(first.end), _striped(panel, first)[0], _striped(panel, last)[0])
-        left, right = (mean_colour(panel, pieces, None, low, low + 0.5) for low in (0.0, 0.5))
+        left, right = (mean_colour(panel, segments, None, low, low + 0.5) for low in (0.0, 0.5))
         return paint("▌" if left or right else "·", left if left or right else dot, right)
 
     def _memory(self, panel: Panel, device: int, highest: float) -> list[str]:
@@ -233,10 +233,10 @@ class _Page:
         if not self.painter.colourful and any(event.item.kind is Kind.OVERLAP_F_B for event in events):
             kinds.append(Kind.OVERLAP_F_B)  # in colour, its parts are visible
         for kind in kinds:
-            look = LOOKS[kind]
+            style = STYLES[kind]
             sample = _LETTER.get(kind, kind.value)
-            chip = self.painter.cell(f" {sample} ", ink_on(look.colour), look.colour) + self.painter.reset
-            entries.append(f"{chip if self.painter.colourful else sample} {look.words}")
+            chip = self.painter.cell(f" {sample} ", ink_on(style.colour), style.colour) + self.painter.reset
+            entries.append(f"{chip if self.painter.colourful else sample} {style.words}")
         held = {len(stages) for panel in self.panels for stages in panel.stages}
         if 2 in held:
             entries.append("lower case: second stage of a device")
@@ -260,7 +260,7 @@ def _letter(panel: Panel, device: int, part: Pass) -> str:
     return letter.lower() if part.stage in stages[1:] else letter
 
 
-def _labels(panel: Panel, cells: list[list[Piece]], step: float) -> dict[int, tuple[str, int]]:
+def _labels(panel: Panel, cells: list[list[Segment]], step: float) -> dict[int, tuple[str, int]]:
     """Per column, one character of the name or unit of the pass that fills it, and the index of the part of a joint
     pass that the character belongs to. A name is used only if it fits into the columns that the pass fills.
 
@@ -284,14 +284,14 @@ def _labels(panel: Panel, cells: list[list[Piece]], step: float) -> dict[int, tu
     return labels
 
 
-def _full(pieces: list[Piece]) -> bool:
-    return len(pieces) == 1 and pieces[0].end - pieces[0].start > 0.94
+def _full(segments: list[Segment]) -> bool:
+    return len(segments) == 1 and segments[0].end - segments[0].start > 0.94
 
 
-def _striped(panel: Panel, piece: Piece) -> tuple[str, ...]:
+def _striped(panel: Panel, segment: Segment) -> tuple[str, ...]:
     """The colours of a pass; odd units are slightly darker, to tell neighbours of the same kind apart."""
-    colours = panel.colours(piece.event)
-    odd = ((piece.event.item.microbatch or 0) + piece.event.item.slice) % 2
+    colours = panel.colours(segment.event)
+    odd = ((segment.event.item.microbatch or 0) + segment.event.item.slice) % 2
     return tuple(mix(colour, "#000000", 0.12) for colour in colours) if odd else colours
 
 
@@ -299,7 +299,7 @@ def _eighth(position: float) -> str:
     return _EIGHTHS[min(8, max(0, round(8 * position)))]
 
 
-def _lettered(panel: Panel, cells: list[list[Piece]]) -> str:
+def _lettered(panel: Panel, cells: list[list[Segment]]) -> str:
     """One character per column: of the event with the largest share, or a dot if most of the column is idle."""
     text = []
     for event, columns in groupby(map(_largest, cells)):
@@ -313,10 +313,10 @@ def _lettered(panel: Panel, cells: list[list[Piece]]) -> str:
     return "".join(text)
 
 
-def _largest(pieces: list[Piece]) -> Event | None:
-    if sum(piece.end - piece.start for piece in pieces) < 0.5:
+def _largest(segments: list[Segment]) -> Event | None:
+    if sum(segment.end - segment.start for segment in segments) < 0.5:
         return None
-    return max(pieces, key=lambda piece: piece.end - piece.start).event
+    return max(segments, key=lambda segment: segment.end - segment.start).event
 
 
 def _highest_per_column(panel: Panel, device: int, step: float, columns: int) -> list[float]:
