@@ -61,44 +61,44 @@ class Trace:
     gathered: int = 0
     """Bytes of the keys and values that a layer gathers from context ranks."""
 
-    def over(self, places: Sequence[int], traces: Sequence[Trace] = ()) -> StageBytes:
+    def over(self, indices: Sequence[int], traces: Sequence[Trace] = ()) -> StageBytes:
         """Return the measurements for a stage whose i-th layer is like the one at `places[i]` of the i-th trace, by
         default this one, which has its ends."""
-        like = list(zip(traces or [self] * len(places), places, strict=True))
+        sources = list(zip(traces or [self] * len(indices), indices, strict=True))
         profiles = dict(self.profiles)
         if traces:
-            here, there = (one.profiles["forward"].end for one in (self, traces[-1]))
+            end, last_end = (trace.profiles["forward"].end for trace in (self, traces[-1]))
             # The last layer's input, which has the size of its output, is freed right behind it if only others keep it.
-            freed = self.output if here.kept - there.kept >= self.output else 0
-            profiles["forward"] = replace(profiles["forward"], end=Stretch(there.above, here.kept - freed))
+            freed = self.output if end.kept - last_end.kept >= self.output else 0
+            profiles["forward"] = replace(profiles["forward"], end=Stretch(last_end.above, end.kept - freed))
         total = {
-            name: profile.over([one.profiles[name].layers[place] for one, place in like])
+            name: profile.over([trace.profiles[name].layers[index] for trace, index in sources])
             for name, profile in profiles.items()
         }
-        more = {name: total[name].kept - profile.over(profile.layers).kept for name, profile in self.profiles.items()}
+        extra = {name: total[name].kept - profile.over(profile.layers).kept for name, profile in self.profiles.items()}
 
-        def of_all(name: str) -> int:
-            return getattr(self, name)[-1] + sum(getattr(one, name)[place] for one, place in like)
+        def total_of(name: str) -> int:
+            return getattr(self, name)[-1] + sum(getattr(trace, name)[index] for trace, index in sources)
 
         def above(name: str) -> int:
             return total[name].above if name in total else 0
 
         split = "input" in total
         for name, grown in self.grown.items():
-            if name in more:
-                more[name] -= sum(one.grown[name][place] for one, place in like) - sum(grown)
-        carried = [one.carried[place] for one, place in like] if self.carried else []
+            if name in extra:
+                extra[name] -= sum(trace.grown[name][index] for trace, index in sources) - sum(grown)
+        carried = [trace.carried[index] for trace, index in sources] if self.carried else []
         return StageBytes(
             input=self.hidden,
             output=self.output,
             saves_input=self.saves_input,
-            stored=self.stored + more["forward"],
-            moved=of_all("moved"),
-            queued=self.queued + more["forward"] + more["input"] if split else 0,
-            carried=sum(one.keys for one in carried),
-            carried_gradients=sum(one.gradients for one in carried),
+            stored=self.stored + extra["forward"],
+            moved=total_of("moved"),
+            queued=self.queued + extra["forward"] + extra["input"] if split else 0,
+            carried=sum(layer.keys for layer in carried),
+            carried_gradients=sum(layer.gradients for layer in carried),
             parameters=PartBytes(
-                gradients=of_all("gradients"), input_gradients=of_all("input_gradients") if split else 0
+                gradients=total_of("gradients"), input_gradients=total_of("input_gradients") if split else 0
             ),
             peaks=PassPeaks(
                 gathered=self.gathered,
@@ -120,7 +120,7 @@ class LineTrace:
     """A trace for any number of sequences. Bytes are lines (`lines`); fields as of `Trace`."""
 
     hidden: int
-    kept: int
+    kept_input: int
     """The part of `hidden` that the graph keeps."""
     output: int
     stored: int
@@ -143,7 +143,7 @@ class LineTrace:
         hidden, output, stored, queued = all_at((self.hidden, self.output, self.stored, self.queued))
         return Trace(
             hidden=hidden,
-            saves_input=at(self.kept, sequences) > 0,
+            saves_input=at(self.kept_input, sequences) > 0,
             output=output,
             stored=stored,
             moved=tuple(sum(size for size in all_at(sizes) if size >= PAGE) for sizes in self.moved),
@@ -151,7 +151,7 @@ class LineTrace:
             profiles={name: profile.at(sequences) for name, profile in self.profiles.items()},
             gradients=all_at(self.gradients),
             input_gradients=all_at(self.input_gradients),
-            carried=tuple(CarriedBytes(*all_at(one)) for one in self.carried),
+            carried=tuple(CarriedBytes(*all_at(layer)) for layer in self.carried),
             grown={name: all_at(sizes) for name, sizes in self.grown.items()},
             gathered=highest(self.gathered, sequences),
         )
@@ -160,9 +160,9 @@ class LineTrace:
 class _Queue(WeightGradients):
     """The runtime's queue, which also reports the parameters that W has reached."""
 
-    def __init__(self, at: Callable[[nn.Parameter], None]) -> None:
+    def __init__(self, on_reached: Callable[[nn.Parameter], None]) -> None:
         super().__init__()
-        self._at = at
+        self._on_reached = on_reached
 
     def add(self, entry: Entry) -> None:
         parameter = entry.weight if isinstance(entry, FusedSum) else entry.parameters[0]
@@ -170,7 +170,7 @@ class _Queue(WeightGradients):
         super().add(entry)
 
     def _gradients(self, parameter: nn.Parameter, gradients: Callable[[], Gradients]) -> Gradients:
-        self._at(parameter)
+        self._on_reached(parameter)
         return gradients()
 
 
@@ -207,14 +207,14 @@ class Bench:
         moves: Sequence[bool] | None = None,
         exchange: FirstRank | None = None,
         repeats: bool = False,
-        piece: PieceBench | None = None,
+        piece_bench: PieceBench | None = None,
         experts: FirstMember | bool = True,
         shares: Callable[[WeightGradients], None] | None = None,
         positions: int | None = None,
         holds_input: bool = False,
     ) -> None:
         self._stage, self._names = stage, names
-        self._exchange, self._repeats, self._piece = exchange, repeats, piece
+        self._exchange, self._repeats, self._piece_bench = exchange, repeats, piece_bench
         ranks = 1 if exchange is None else exchange.size
         rows = shape[0], shape[1] // ranks, shape[2]
         self._shape, self._output_shape = shape if stage.is_first else rows, rows
@@ -235,17 +235,19 @@ class Bench:
         transforms += [SplitBackward(self._queue), Checkpointing(choices, self._switch, torch.device("cpu"))]
         for transform in transforms:
             transform.apply(stage, dict(enumerate(layers)))
-        self._place_of = {id(one): place for place, layer in enumerate(layers) for one in layer.parameters()}
-        for place, layer in enumerate(layers):
-            layer.register_forward_pre_hook(partial(self._enters, argument, place), with_kwargs=True)
+        self._index_of = {
+            id(parameter): index for index, layer in enumerate(layers) for parameter in layer.parameters()
+        }
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(partial(self._enters, argument, index), with_kwargs=True)
         if layers:
             layers[-1].register_forward_hook(self._leaves_the_last, prepend=True)
         self._moves = [True] * len(names) if moves is None else moves
-        self._place = 0
+        self._index = 0
         self._seen: dict[int, bool] = {}
         self._moved: list[list[int]] = [[] for _ in range(len(names) + 1)]
         self._marks: list[LineStretch] = []
-        self._weight_places: list[int] = []
+        self._weight_indices: list[int] = []
         self._began = 0
         self._input_gradients = (0,) * (len(names) + 1)
         self._profiles: dict[str, LineProfile] = {}
@@ -255,20 +257,20 @@ class Bench:
         the bytes of copies to the host."""
         gradients: tuple[int, ...] = ()
         # What other slices leave in a carry is known after a first whole backward.
-        for parts in [False] * (whole or self._piece is not None) + [True] * split:
+        for is_split in [False] * (whole or self._piece_bench is not None) + [True] * split:
             for master in self._parameters.values():
                 master.grad = None if from_start else torch.empty_like(master)
             if from_start:
-                self._microbatch(first=True, split=parts)
+                self._microbatch(first=True, split=is_split)
                 if not gradients:
                     self._find_moved()
-            hidden, kept, output, stored, queued = self._microbatch(split=parts)
+            hidden, kept_input, output, stored, queued = self._microbatch(split=is_split)
             gradients = gradients or self._gradient_sizes()
         if recompute:
             self._repeat()
-        found = LineTrace(
+        trace = LineTrace(
             hidden=hidden,
-            kept=kept,
+            kept_input=kept_input,
             output=output,
             stored=stored,
             moved=tuple(map(tuple, self._moved)),
@@ -277,62 +279,62 @@ class Bench:
             gradients=gradients,
             input_gradients=self._input_gradients if split else (),
         )
-        return found if self._piece is None else self._with_carry(found, self._piece)
+        return trace if self._piece_bench is None else self._with_carry(trace, self._piece_bench)
 
-    def _with_carry(self, found: LineTrace, bench: PieceBench) -> LineTrace:
-        carried = bench.carried([self._stage.get_submodule(name) for name in self._names])
+    def _with_carry(self, trace: LineTrace, piece_bench: PieceBench) -> LineTrace:
+        carried = piece_bench.carried([self._stage.get_submodule(name) for name in self._names])
         grown: dict[str, Sequence[int]] = {}
-        if bench.piece.is_first:
-            grown["forward"] = [one.keys for one in carried]
-        if bench.piece.is_last:
-            grown["input"] = [one.gradients for one in carried]
-        elif bench.piece.is_first:
-            grown["input"] = [-one.keys - one.gradients for one in carried]
-        return replace(found, carried=carried, grown=grown, gathered=bench.gathered)
+        if piece_bench.piece.is_first:
+            grown["forward"] = [layer.keys for layer in carried]
+        if piece_bench.piece.is_last:
+            grown["input"] = [layer.gradients for layer in carried]
+        elif piece_bench.piece.is_first:
+            grown["input"] = [-layer.keys - layer.gradients for layer in carried]
+        return replace(trace, carried=carried, grown=grown, gathered=piece_bench.gathered)
 
     # --- one microbatch -----------------------------------------------------------------------------------------
 
     def _microbatch(self, *, first: bool = False, split: bool = False) -> tuple[int, ...]:
         """Run F, and B or I and W. Return the bytes of the input, those of it that the graph keeps, those of the
         output, and the stored and queued ones."""
-        which, piece = "first " if first else "", self._piece
-        if piece is not None:
-            piece.begin()
-        before = self._live
+        prefix, piece_bench = "first " if first else "", self._piece_bench
+        if piece_bench is not None:
+            piece_bench.begin()
+        initial = self._live
         hidden = torch.empty(self._shape, dtype=self._dtype)
-        size = self._live - before
+        size = self._live - initial
         self._running.place = KEY
         graph = self._forward(hidden, "forward", split=split)
-        stored = self._live - before - size
+        stored = self._live - initial - size
         held = [hidden] if self._holds_input else []
         del hidden
-        kept = self._live - before - stored
-        if piece is not None:
-            piece.turn()
+        kept_input = self._live - initial - stored
+        if piece_bench is not None:
+            piece_bench.turn()
 
         gradient = torch.empty(self._output_shape, dtype=self._dtype)
         output_size = self._tracker.measure(gradient.nbytes)
         if split:
             self._queue.begin(KEY)
-        with self._passing(which + ("input" if split else "backward"), backwards=True):
+        with self._passing(prefix + ("input" if split else "backward"), backwards=True):
             (input_gradient,) = graph.backward((gradient,))
         self._queue.under_way = self._running.place = None
         del graph, gradient
         held.clear()
-        queued = self._live - before - size
+        queued = self._live - initial - size
         if split and first:
             self._input_gradients = self._gradient_sizes()
         if split:
-            with self._passing(f"{which}weight", backwards=True):
+            with self._passing(f"{prefix}weight", backwards=True):
                 self._queue.compute(KEY)
         del input_gradient
-        assert first or self._live == before, f"{self._live - before} bytes of a microbatch are not freed"
-        return size, kept, output_size, stored, queued
+        assert first or self._live == initial, f"{self._live - initial} bytes of a microbatch are not freed"
+        return size, kept_input, output_size, stored, queued
 
     def _repeat(self) -> None:
         """Run F without a graph, and R; the backward behind it is like any other."""
-        if self._piece is not None:
-            self._piece.begin()
+        if self._piece_bench is not None:
+            self._piece_bench.begin()
         hidden = torch.empty(self._shape, dtype=self._dtype)
         with torch.no_grad(), self._passing("bare forward"):
             output = self._run(hidden)
@@ -343,11 +345,11 @@ class Bench:
     @property
     def _live(self) -> int:
         """Live bytes without the carry."""
-        return self._tracker.live - (0 if self._piece is None else self._piece.held)
+        return self._tracker.live - (0 if self._piece_bench is None else self._piece_bench.held)
 
     def _run(self, hidden: Tensor) -> Tensor:
-        if self._piece is not None:
-            return self._piece.run(self._stage, hidden)
+        if self._piece_bench is not None:
+            return self._piece_bench.run(self._stage, hidden)
         if self._positions is not None:
             return self._stage(hidden, position_ids=torch.arange(self._positions)[None])
         return self._stage(hidden)
@@ -371,9 +373,9 @@ class Bench:
         """Return bytes of existing gradients, per layer and last outside of layers."""
         sizes = [0] * (len(self._names) + 1)
         for name, master in self._parameters.items():
-            places = [place for place, layer in enumerate(self._names) if name.startswith(f"{layer}.")]
+            indices = [index for index, layer in enumerate(self._names) if name.startswith(f"{layer}.")]
             if master.grad is not None:
-                sizes[places[0] if places else -1] += self._tracker.measure(master.grad.nbytes)
+                sizes[indices[0] if indices else -1] += self._tracker.measure(master.grad.nbytes)
         return tuple(sizes)
 
     # --- bytes of copies ----------------------------------------------------------------------------------------
@@ -382,23 +384,23 @@ class Bench:
         """Run F once more, as in `runtime/offload.py`: find the saved tensors, by the layer that saves them first."""
         for tensor in (*self._stage.parameters(), *self._stage.buffers()):
             self._seen[tensor.untyped_storage()._cdata] = False
-        self._place = len(self._names)
-        if self._piece is not None:
-            self._piece.begin()
+        self._index = len(self._names)
+        if self._piece_bench is not None:
+            self._piece_bench.begin()
         hidden = torch.empty(self._shape, dtype=self._dtype)
         keeps: list[Tensor] = []  # so that no storage id is reused
 
         def pack(tensor: Tensor) -> Tensor:
-            storage, moves = tensor.untyped_storage(), self._place == len(self._names) or self._moves[self._place]
+            storage, moves = tensor.untyped_storage(), self._index == len(self._names) or self._moves[self._index]
             if storage._cdata not in self._seen:
                 self._seen[storage._cdata] = moves
                 keeps.append(tensor.detach())
                 if moves:
-                    self._moved[self._place].append(self._tracker.measure(storage.nbytes()))
+                    self._moved[self._index].append(self._tracker.measure(storage.nbytes()))
             return tensor.detach()
 
-        self._switch.hooks = pack, _as_it_is
-        with saved_tensors_hooks(pack, _as_it_is):
+        self._switch.hooks = pack, _identity
+        with saved_tensors_hooks(pack, _identity):
             self._run(hidden.requires_grad_())
         self._switch.hooks = None
         self._seen.clear()
@@ -420,14 +422,14 @@ class Bench:
     def _passing(self, name: str, *, backwards: bool = False) -> Iterator[None]:
         """Run a pass inside."""
         self._marks.clear()
-        self._weight_places.clear()
+        self._weight_indices.clear()
         self._begin()
         yield
         self._mark()
         marks, count = self._marks, len(self._names)
         if name.endswith("weight"):
-            start, by_place = marks[:1], dict(zip(self._weight_places, marks[1:], strict=True))
-            layers, end = [by_place.get(place, LineStretch()) for place in range(count)], LineStretch()
+            start, by_index = marks[:1], dict(zip(self._weight_indices, marks[1:], strict=True))
+            layers, end = [by_index.get(index, LineStretch()) for index in range(count)], LineStretch()
         elif count:
             assert len(marks) == count + 2, f"{name}: {len(marks)} stretches, expected those of {count} layers"
             start, layers, end = marks[:1], marks[1:-1], marks[-1]
@@ -437,14 +439,14 @@ class Bench:
             start, layers, end = marks, [], LineStretch()
         self._profiles[name] = LineProfile(tuple(start), tuple(layers), end, backwards)
 
-    def _enters(self, argument: str, place: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enters(self, argument: str, index: int, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Called when a forward reaches a layer, and later when the backward leaves it."""
-        self._place = place
+        self._index = index
         self._begins_at(args[0] if args else kwargs[argument])
 
     def _leaves_the_last(self, _: nn.Module, args: Any, output: Any) -> None:
         """Called when a forward leaves the layers, and later when the backward reaches them."""
-        self._place = len(self._names)
+        self._index = len(self._names)
         self._begins_at(output[0] if isinstance(output, (tuple, list)) else output)
 
     def _begins_at(self, hidden: Tensor) -> None:
@@ -454,12 +456,12 @@ class Bench:
 
     def _at_parameter(self, parameter: nn.Parameter) -> None:
         """Called when W reaches the entries of a layer, which are consecutive."""
-        place = self._place_of.get(id(parameter))
-        if place is not None and self._weight_places[-1:] != [place]:
+        index = self._index_of.get(id(parameter))
+        if index is not None and self._weight_indices[-1:] != [index]:
             self._mark()
-            self._weight_places.append(place)
+            self._weight_indices.append(index)
 
 
-def _as_it_is(packed: Any) -> Tensor:
+def _identity(packed: Any) -> Tensor:
     tensor: Tensor = packed
     return tensor

@@ -25,7 +25,7 @@ from .vocabulary import VocabularyShape, batch_bytes, vocabulary_bytes
 class StageHeld(NamedTuple):
     """Parameters of stages, without vocabulary matrices."""
 
-    others: Held
+    non_experts: Held
     """All of them, unless members of a group share experts."""
     experts: Held
     """Of a member, which only the same member of other groups has too."""
@@ -54,8 +54,8 @@ class DeviceBytes:
         placement = plan.program.placement
         held, buffers, by_stage = StageHeld(Held(), Held()), 0, {}
         for stage in placement.stages_of(device):
-            own = by_stage[stage] = _held(source, plan, settings, stage)
-            held = StageHeld(held.others + own.others, held.experts + own.experts)
+            stage_held = by_stage[stage] = _held(source, plan, settings, stage)
+            held = StageHeld(held.non_experts + stage_held.non_experts, held.experts + stage_held.experts)
             buffers += source.parameters.buffers(*plan.bounds[stage])
         rows = _rows(source, plan, settings, device)
         one_matrix = source.description.tied and (settings.sharded or rows[0] == rows[1])
@@ -63,7 +63,7 @@ class DeviceBytes:
         output = source.parameters.vocabulary(0, rows[1], one_matrix=False)
         states = (
             state_bytes(
-                one,
+                parameters,
                 settings.dtypes,
                 settings.framework,
                 zero=settings.parallelism.zero,
@@ -73,13 +73,15 @@ class DeviceBytes:
                 offloaded=settings.offloaded,
                 foreach=settings.foreach,
             )
-            for one, replicas in zip((held.others + embedding + output, held.experts), _replicas(settings), strict=True)
+            for parameters, replicas in zip(
+                (held.non_experts + embedding + output, held.experts), _replicas(settings), strict=True
+            )
         )
         pieces, slices = settings.pieces(source.description, source.row_work), []
         for piece in pieces:
             stages = {
-                stage: _with_parameters(_stage(source, plan, settings, stage, piece), _part(own, settings))
-                for stage, own in by_stage.items()
+                stage: _with_parameters(_stage(source, plan, settings, stage, piece), _part(stage_held, settings))
+                for stage, stage_held in by_stage.items()
             }
             hidden = next(iter(stages.values())).output
             shape = _vocabulary_shape(source, settings, piece)
@@ -94,25 +96,26 @@ class DeviceBytes:
         return cls(
             slices=tuple(slices),
             state=both_states(*states),
-            fixed=_fixed(plan, settings, device, held=held.others + held.experts, hidden=hidden, pieces=pieces)
+            fixed=_fixed(plan, settings, device, held=held.non_experts + held.experts, hidden=hidden, pieces=pieces)
             + buffers,
         )
 
     @property
     def gathered(self) -> int:
         """Bytes of the keys and values that a layer gathers from context ranks, at most."""
-        return max(stage.peaks.gathered for one in self.slices for stage in one.stages.values())
+        return max(stage.peaks.gathered for slice_bytes in self.slices for stage in slice_bytes.stages.values())
 
     def memory(self, plan: Planned, settings: Settings, device: int, *, curve: bool = False) -> DeviceMemory:
         """Return the peak of the device over a step. curve: as for `Replay.memory`."""
-        unit = math.gcd(*(one.tokens for one in self.slices))  # so other sizes of microbatches use the same replay
+        # Divided by this unit, microbatches of other sizes use the same replay.
+        unit = math.gcd(*(slice_bytes.tokens for slice_bytes in self.slices))
         replay = plan.replay(
             device,
             settings.framework,
             places_rows=settings.gathers_blocks,
-            slice_tokens=tuple(one.tokens // unit for one in self.slices),
+            slice_tokens=tuple(slice_bytes.tokens // unit for slice_bytes in self.slices),
         )
-        first, *later = ((one.stages, one.vocabulary) for one in self.slices)
+        first, *later = ((slice_bytes.stages, slice_bytes.vocabulary) for slice_bytes in self.slices)
         return replay.memory(*first, self.state, later=later, batch=self.fixed, curve=curve)
 
     def host(self, row: Sequence[Item | None]) -> int:
@@ -120,16 +123,16 @@ class DeviceBytes:
         activations, from O until they are copied back (L)."""
         # A forward that has R keeps only its input.
         passes = list(parts_in(row))
-        again = {(part.stage, part.microbatch, part.slice) for part in passes if part.kind is Kind.R}
-        held = most = 0
-        for part in passes:
-            if part.kind in (Kind.O, Kind.L):
-                assert part.stage is not None
-                stage = self.slices[part.slice].stages[part.stage]
-                size = stage.input if (part.stage, part.microbatch, part.slice) in again else stage.copied
-                held += size if part.kind is Kind.O else -size
-                most = max(most, held)
-        return most
+        recomputed = {(pass_.stage, pass_.microbatch, pass_.slice) for pass_ in passes if pass_.kind is Kind.R}
+        held = highest = 0
+        for pass_ in passes:
+            if pass_.kind in (Kind.O, Kind.L):
+                assert pass_.stage is not None
+                stage = self.slices[pass_.slice].stages[pass_.stage]
+                size = stage.input if (pass_.stage, pass_.microbatch, pass_.slice) in recomputed else stage.copied
+                held += size if pass_.kind is Kind.O else -size
+                highest = max(highest, held)
+        return highest
 
 
 def copied_bytes(source: ModelBytes, plan: Planned, settings: Settings) -> tuple[int, ...]:
@@ -159,13 +162,15 @@ def _with_gradients(stage: StageBytes, dtypes: Dtypes) -> StageBytes:
     """Return a stage with gradients in their type: the trace has them in that of the masters."""
     if dtypes.gradients == dtypes.masters:
         return stage
-    own = stage.parameters.input_gradients * ELEMENT_BYTES[dtypes.gradients] // ELEMENT_BYTES[dtypes.masters]
-    again = None if stage.recomputed is None else _with_gradients(stage.recomputed, dtypes)
+    input_gradients = (
+        stage.parameters.input_gradients * ELEMENT_BYTES[dtypes.gradients] // ELEMENT_BYTES[dtypes.masters]
+    )
+    recomputed = None if stage.recomputed is None else _with_gradients(stage.recomputed, dtypes)
     return replace(
         stage,
-        parameters=replace(stage.parameters, input_gradients=own),
+        parameters=replace(stage.parameters, input_gradients=input_gradients),
         peaks=replace(stage.peaks, first_backward=None, first_input=None, first_weight=None),
-        recomputed=again,
+        recomputed=recomputed,
     )
 
 
@@ -195,8 +200,8 @@ def _replicas(settings: Settings) -> tuple[int, int]:
 def _part(held: StageHeld, settings: Settings) -> PartBytes:
     zero = settings.parallelism.zero
     parts = (
-        part_bytes(one, settings.dtypes, settings.framework, zero=zero, replicas=replicas)
-        for one, replicas in zip(held, _replicas(settings), strict=True)
+        part_bytes(parameters, settings.dtypes, settings.framework, zero=zero, replicas=replicas)
+        for parameters, replicas in zip(held, _replicas(settings), strict=True)
     )
     return both_parts(*parts)
 
@@ -214,10 +219,10 @@ def _rows(source: ModelBytes, plan: Planned, settings: Settings, device: int) ->
     tp, placement = settings.parallelism.tp, plan.program.placement
     rows = _padded_rows(source, settings)
     if settings.sharded:
-        own = split(rows, placement.devices * tp)[device * tp].rows
-        return own, own
-    own = split(rows, tp)[0].rows
-    return own * (device == placement.first_device), own * (device == placement.last_device)
+        local_rows = split(rows, placement.devices * tp)[device * tp].rows
+        return local_rows, local_rows
+    local_rows = split(rows, tp)[0].rows
+    return local_rows * (device == placement.first_device), local_rows * (device == placement.last_device)
 
 
 def _vocabulary_shape(source: ModelBytes, settings: Settings, piece: Piece | None) -> VocabularyShape:
@@ -248,7 +253,7 @@ def _vocabulary(
     hidden: int,
 ) -> VocabularyBytes:
     description, placement, parallelism = source.description, plan.program.placement, settings.parallelism
-    found = vocabulary_bytes(
+    vocabulary = vocabulary_bytes(
         settings.recipe.vocabulary,
         device,
         placement,
@@ -263,8 +268,8 @@ def _vocabulary(
     if settings.framework.placeholders and not settings.sharded and device == placement.first_device:
         # The gradient of all rows, before it is added to the sum.
         peak = rows[0] * description.hidden_size * settings.element
-        found = replace(found, embedding=replace(found.embedding, backward_peak=peak))
-    return found
+        vocabulary = replace(vocabulary, embedding=replace(vocabulary.embedding, backward_peak=peak))
+    return vocabulary
 
 
 def _fixed(

@@ -124,13 +124,13 @@ def _every_second(create: Callable[..., Any], products: Sequence[Any]) -> Any:
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of an object temporarily."""
     attributes = vars(owner)
-    there, before = name in attributes, attributes.get(name)
+    existed, previous = name in attributes, attributes.get(name)
     attributes[name] = value
     try:
         yield
     finally:
-        if there:
-            attributes[name] = before
+        if existed:
+            attributes[name] = previous
         else:
             del attributes[name]
 
@@ -200,8 +200,8 @@ def _rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, *_: Any, *
 
 def _heads(like: Tensor, size: int | None = None) -> Tensor:
     """Return a tensor [batch, heads, sequence, size] with the memory layout [batch, sequence, heads, size]."""
-    batch, heads, sequence, own = like.shape
-    return like.new_empty((batch, sequence, heads, size or own)).transpose(1, 2)
+    batch, heads, sequence, head_size = like.shape
+    return like.new_empty((batch, sequence, heads, size or head_size)).transpose(1, 2)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ def _unfused(  # noqa: PLR0917 - the arguments of transformers
 ) -> tuple[Tensor, None]:
     """Megatron-LM's products with a softmax between them, which keeps its result; every head has keys and values."""
     times = query.shape[1] // key.shape[1]
-    key, value = (one if times == 1 else one.repeat_interleave(times, dim=1) for one in (key, value))
+    key, value = (tensor if times == 1 else tensor.repeat_interleave(times, dim=1) for tensor in (key, value))
     scores = query @ key.transpose(2, 3)
     shares = _softmax(scores)
     del scores
@@ -261,11 +261,11 @@ def _softmax(scores: Tensor) -> Tensor:
 
 def _kernel_over(kernels: Kernels, layout: MegatronLayout | None) -> str:
     """Return the name under which transformers finds this attention."""
-    own = _unfused if kernels.attention == "unfused" else _flash
-    name = KERNEL if own is _flash else f"{KERNEL}_unfused"
+    attention = _unfused if kernels.attention == "unfused" else _flash
+    name = KERNEL if attention is _flash else f"{KERNEL}_unfused"
     if layout is not None:
         name = f"{name}_{layout.cp}_{layout.exchanges_heads}_{layout.copies_attention}"
-    AttentionInterface.register(name, own if layout is None else partial(_shared, own, layout))
+    AttentionInterface.register(name, attention if layout is None else partial(_shared, attention, layout))
     AttentionMaskInterface.register(name, lambda **_: None)
     return name
 
@@ -280,20 +280,20 @@ def _shared(  # noqa: PLR0917 - the arguments of transformers
     mask: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    others: list[Tensor] = []
+    received: list[Tensor] = []
     """The keys and values of other ranks, and in the backward their gradients."""
-    shapes, dtype = [one.shape for one in (key, value)] * (layout.cp - 1), key.dtype
+    shapes, dtype = [tensor.shape for tensor in (key, value)] * (layout.cp - 1), key.dtype
 
     def receive(times: int) -> None:
-        others.extend(torch.empty(shape, dtype=dtype) for shape in shapes * times)
+        received.extend(torch.empty(shape, dtype=dtype) for shape in shapes * times)
 
     if layout.cp == 1:
         result, _none = attention(module, query, key, value, mask, **options)
     else:
-        query, key, value = _Passed.apply(others, query, key, value)
+        query, key, value = _Passed.apply(received, query, key, value)
         receive(1)
         result, _none = attention(module, query, key, value, mask, **options)
-        others.clear()
+        received.clear()
         if result.requires_grad:
             result.register_hook(lambda _: receive(2))
     if layout.copies_attention and (layout.exchanges_heads or len(query) > 1):
@@ -305,11 +305,11 @@ class _Passed(torch.autograd.Function):
     """Returns its arguments; the backward frees what the list holds."""
 
     @staticmethod
-    def forward(ctx: Any, others: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.others = others
-        return tuple(one.view_as(one) for one in inputs)
+    def forward(ctx: Any, received: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.received = received
+        return tuple(tensor.view_as(tensor) for tensor in inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.others.clear()
+        ctx.received.clear()
         return None, *gradients

@@ -72,7 +72,7 @@ class DeviceEstimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
-        beside = self.process.process
+        process = self.process.process
         return {
             "device": self.device,
             "stages": list(self.stages),
@@ -80,7 +80,7 @@ class DeviceEstimate:
             **self.terms,
             "peak_allocated": self.peak_allocated,
             "peak_reserved": self.peak_reserved,
-            "process": {"least": round(beside.least), "likely": round(beside.likely), "most": round(beside.most)},
+            "process": {"least": round(process.least), "likely": round(process.likely), "most": round(process.most)},
             "communicators": self.process.communicators,
             "host": self.host,
             "gathered_keys": self.gathered,
@@ -244,10 +244,10 @@ def device_estimate(
     source: ModelBytes, plan: Planned, settings: Settings, device: int, memory: int | None
 ) -> DeviceEstimate:
     """Return one device of an estimate. memory: bytes of a GPU; None: no verdict. Errors as of `estimate`."""
-    held = DeviceBytes.of(source, plan, settings, device)
-    found = held.memory(plan, settings, device)
+    device_bytes = DeviceBytes.of(source, plan, settings, device)
+    device_memory = device_bytes.memory(plan, settings, device)
     process = process_memory(
-        found.peak,
+        device_memory.peak,
         settings.overheads,
         communicators=communicators_of(
             settings.parallelism,
@@ -263,11 +263,11 @@ def device_estimate(
         device=device,
         stages=tuple(stages),
         layers=sum(plan.layers_per_stage[stage] for stage in stages),
-        memory=found,
+        memory=device_memory,
         process=process,
         verdict=None if memory is None else verdict_of(process, memory),
-        host=held.host(plan.program.rows[device]),
-        gathered=held.gathered,
+        host=device_bytes.host(plan.program.rows[device]),
+        gathered=device_bytes.gathered,
     )
 
 

@@ -14,16 +14,16 @@ from .estimate import Estimate
 from .paper import FEASIBLE, PaperEstimate
 
 
-def text(description: Description, found: Estimate, paper: PaperEstimate | None = None) -> str:
+def text(description: Description, estimate: Estimate, paper: PaperEstimate | None = None) -> str:
     """Return the report."""
-    lines = [*_head(description, found), "", *_table(found), "", *_card(found)]
+    lines = [*_head(description, estimate), "", *_table(estimate), "", *_card(estimate)]
     if paper is not None:
-        lines += ["", *_paper(found, paper)]
+        lines += ["", *_paper(estimate, paper)]
     return "\n".join(lines)
 
 
-def _head(description: Description, found: Estimate) -> list[str]:
-    parallelism, settings = found.recipe.parallelism, found.settings
+def _head(description: Description, estimate: Estimate) -> list[str]:
+    parallelism, settings = estimate.recipe.parallelism, estimate.settings
     elements = sum(parameter.numel() for parameter in description.skeleton.parameters())
     axes = [f"{name} {size}" for name in AXES if (size := getattr(parallelism, name)) > 1]
     if parallelism.zero:
@@ -34,21 +34,21 @@ def _head(description: Description, found: Estimate) -> list[str]:
         f"{description.architecture}: {count(description.layers, 'layer')}, {elements / 1e9:.3g} B parameters,"
         f" vocabulary {description.vocabulary_size}",
         f"{count(parallelism.gpus, 'GPU')}{': ' + ', '.join(axes) if axes else ''}",
-        f"{found.schedule}, {found.recipe.vocabulary}, {count(found.recipe.microbatches, 'microbatch')} of"
+        f"{estimate.schedule}, {estimate.recipe.vocabulary}, {count(estimate.recipe.microbatches, 'microbatch')} of"
         f" {settings.microbatch_size} x {settings.sequence} tokens{cut},"
         f" {dtypes.compute} with gradients in {dtypes.gradients}",
     ]
 
 
-def _table(found: Estimate) -> list[str]:
-    several = any(len(device.stages) > 1 for device in found.devices)
-    unit, size = _unit(max(device.peak_allocated for device in found.devices))
-    moves = any(device.host for device in found.devices)
-    terms = [term for term in TERMS if term != "carry" or any(device.terms[term] for device in found.devices)]
+def _table(estimate: Estimate) -> list[str]:
+    several = any(len(device.stages) > 1 for device in estimate.devices)
+    unit, size = _unit(max(device.peak_allocated for device in estimate.devices))
+    moves = any(device.host for device in estimate.devices)
+    terms = [term for term in TERMS if term != "carry" or any(device.terms[term] for device in estimate.devices)]
     head = ["device", *(["stages"] if several else []), "layers", *terms, "allocated", "reserved"]
     head += [*(["on the host"] if moves else []), "peak during"]
     rows = []
-    for device in found.devices:
+    for device in estimate.devices:
         figures = [*(device.terms[term] for term in terms), device.peak_allocated, device.peak_reserved]
         figures += [device.host] if moves else []
         rows.append(
@@ -60,15 +60,15 @@ def _table(found: Estimate) -> list[str]:
                 device.binding_event,
             ]
         )
-    return [f"{unit} on each GPU of a device, at its peak:", *_aligned(head, rows), *_keys(found)]
+    return [f"{unit} on each GPU of a device, at its peak:", *_aligned(head, rows), *_keys(estimate)]
 
 
-def _keys(found: Estimate) -> list[str]:
+def _keys(estimate: Estimate) -> list[str]:
     """Say what keys and values of other pieces of a sequence take."""
     lines = []
-    if found.settings.slices > 1:
+    if estimate.settings.slices > 1:
         lines.append("carry: keys and values of sequences whose slices are under way, and their gradients")
-    gathered = max(device.gathered for device in found.devices)
+    gathered = max(device.gathered for device in estimate.devices)
     if gathered:
         lines.append(
             f"gathered keys: a layer has {_size(gathered)} of keys and values of all context ranks, in transient"
@@ -76,50 +76,50 @@ def _keys(found: Estimate) -> list[str]:
     return lines
 
 
-def _unit(most: int) -> tuple[str, int]:
-    return ("GiB", GIB) if most >= GIB else ("MiB", 1 << 20)
+def _unit(largest: int) -> tuple[str, int]:
+    return ("GiB", GIB) if largest >= GIB else ("MiB", 1 << 20)
 
 
-def _card(found: Estimate) -> list[str]:
-    device = found.fullest
+def _card(estimate: Estimate) -> list[str]:
+    device = estimate.fullest
     process = device.process.process
     if process.most == device.peak_allocated:
-        whole = f"device {device.device} needs {_size(device.peak_allocated)} for tensors"
+        requirement = f"device {device.device} needs {_size(device.peak_allocated)} for tensors"
     else:
         libraries = count(device.process.communicators, "communicator")
-        whole = (
+        requirement = (
             f"device {device.device} needs {_size(process.least)} to {_size(process.most)}:"
             f" {_size(device.peak_allocated)} for tensors, plus the driver, {libraries} and unused parts"
             " of the allocator's segments"
         )
-    if found.memory is None:
-        return [f"{whole}.", "Give --gpu-memory or --hardware to learn whether it fits."]
-    verdict = f"{found.verdict}: {whole}; available: {_size(found.memory)}"
+    if estimate.memory is None:
+        return [f"{requirement}.", "Give --gpu-memory or --hardware to learn whether it fits."]
+    verdict = f"{estimate.verdict}: {requirement}; available: {_size(estimate.memory)}"
     lines = [f"{verdict}."]
-    for other in ("does not fit", "at risk"):
-        same = [str(one.device) for one in found.devices if one.verdict == other and one is not device]
+    for label in ("does not fit", "at risk"):
+        same = [str(peer.device) for peer in estimate.devices if peer.verdict == label and peer is not device]
         if same:
-            lines.append(f"{other} too: device{'s' if len(same) > 1 else ''} {', '.join(same)}.")
+            lines.append(f"{label} too: device{'s' if len(same) > 1 else ''} {', '.join(same)}.")
     return lines
 
 
-def _paper(found: Estimate, paper: PaperEstimate) -> list[str]:
-    ours = found.devices[0]
+def _paper(estimate: Estimate, paper: PaperEstimate) -> list[str]:
+    ours = estimate.devices[0]
     states = sum(ours.terms[name] for name in ("parameters", "gradients", "optimizer"))
-    rest = ours.peak_allocated - states
+    remaining = ours.peak_allocated - states
     lines = [
         "The formula of arXiv 2411.06465, for the first device only:",
         *_aligned(
             ["", "states", "activations and the rest", "sum"],
             [
                 ["paper", _size(paper.states), _size(paper.activations), _size(paper.total)],
-                ["device 0", _size(states), _size(rest), _size(ours.peak_allocated)],
+                ["device 0", _size(states), _size(remaining), _size(ours.peak_allocated)],
             ],
         ),
     ]
-    if found.memory is not None:
-        share = paper.total / found.memory
-        answer = "accepts" if paper.fits(found.memory) else "rejects"
+    if estimate.memory is not None:
+        share = paper.total / estimate.memory
+        answer = "accepts" if paper.fits(estimate.memory) else "rejects"
         lines.append(f"{100 * share:.0f} % of the card: its rule ({100 * FEASIBLE:.0f} %) {answer} it.")
     return lines
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evenpipe.experts.overlap import ExpertOptions
-from evenpipe.experts.overlap import Overlap as Beside
+from evenpipe.experts.overlap import Overlap as ExpertOverlap
 from evenpipe.model.expert_rows import ExpertRows
 from evenpipe.tensor.exchange import Overlap
 from evenpipe.work import Done
@@ -44,8 +44,8 @@ class FirstRank:
     def sum(self, partial: Tensor) -> Tensor:
         return partial.clone(memory_format=torch.contiguous_format)
 
-    def table(self, own: Tensor) -> Tensor:
-        return own.new_empty((self.size, *own.shape))
+    def table(self, rows: Tensor) -> Tensor:
+        return rows.new_empty((self.size, *rows.shape))
 
 
 class Sharing(NamedTuple):
@@ -68,7 +68,7 @@ class FirstMember:
 
     rank = 0
 
-    def __init__(self, rows: Mapping[str, ExpertRows], overlap: Beside, times: int = 1) -> None:
+    def __init__(self, rows: Mapping[str, ExpertRows], overlap: ExpertOverlap, times: int = 1) -> None:
         """
         Args:
             rows: of the experts of each layer, by their name in the model.
@@ -79,21 +79,21 @@ class FirstMember:
         self.size = next(iter(rows.values())).members
         self.layer = ""
 
-    def counts(self, own: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-        own.new_empty((2, *own.shape))
+    def counts(self, row_counts: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+        row_counts.new_empty((2, *row_counts.shape))
         rows = self._rows[self.layer]
         told = [[sent, sent] for sent in rows.sent]  # of pairs there, nothing here depends on their number
         pairs = _even(rows.pairs, self.size)
         known = [[0, 0], *zip(_even(rows.rows - rows.own, self.size - 1), pairs[1:], strict=True)]
         told[0] = known[0] = [rows.own, pairs[0]]
-        return [[self._times * size for size in one] for one in told], [
-            [self._times * size for size in one] for one in known
+        return [[self._times * size for size in counts] for counts in told], [
+            [self._times * size for size in counts] for counts in known
         ]
 
     def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> Done:
         return Done(held=[output, rows])
 
 
-def _even(total: int, parts: int) -> list[int]:
+def _even(total: int, count: int) -> list[int]:
     """Return whole numbers that add up to the total and differ by 1 at most."""
-    return [total * (part + 1) // parts - total * part // parts for part in range(parts)]
+    return [total * (index + 1) // count - total * index // count for index in range(count)]

@@ -42,7 +42,7 @@ def without_memory(sequences: int | None = None) -> Iterator[Tracker]:
         yield tracker
 
 
-_as_torch_does = functional.scaled_dot_product_attention
+_torch_attention = functional.scaled_dot_product_attention
 _base: Any = torch._C.TensorBase
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -59,16 +59,16 @@ def _attention(  # noqa: PLR0917 - the arguments of the function
     enable_gqa: bool = False,
 ) -> Tensor:
     """torch's own attention, with the kernel that it chooses on a CPU: without memory it would have none."""
-    given = (_one_row(query), _one_row(key), _one_row(value), None if attn_mask is None else _one_row(attn_mask))
+    arguments = (_one_row(query), _one_row(key), _one_row(value), None if attn_mask is None else _one_row(attn_mask))
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     with _disable_current_modes():
-        choice = torch._fused_sdp_choice(*given, dropout_p, is_causal, **options)
+        choice = torch._fused_sdp_choice(*arguments, dropout_p, is_causal, **options)
     if choice == SDPBackend.MATH.value:
-        return _as_torch_does(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        return _torch_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, _number(0.0, query), _number(-math.inf, query))
-    found: Tensor = _flash_attention(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-    return found
+    result: Tensor = _flash_attention(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return result
 
 
 def _number(value: float, like: Tensor) -> Tensor:
@@ -112,9 +112,9 @@ class _OnMeta(Tracker):
         key = operation.name(), _sizes(args), _sizes(kwargs)
         if key not in self._known:
             self._known[key] = _Results.of(operation, args, kwargs)
-        known = self._known[key]
-        if known is not None:
-            return known.made()
+        results = self._known[key]
+        if results is not None:
+            return results.allocate()
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _META}
         if not all(map(_is_on_meta, args)):
@@ -140,7 +140,9 @@ def _sizes(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(map(_sizes, value))
     return (
-        tuple((name, _sizes(one)) for name, one in value.items()) if isinstance(value, dict) else (type(value), value)
+        tuple((name, _sizes(entry)) for name, entry in value.items())
+        if isinstance(value, dict)
+        else (type(value), value)
     )
 
 
@@ -148,37 +150,41 @@ class _Results(NamedTuple):
     """New tensors, each with memory of its own, that an operation returns."""
 
     sizes: tuple[tuple[Any, ...], ...]
-    alone: bool
+    is_single: bool
     """Whether it is one tensor, not several."""
 
     @classmethod
     def of(cls, operation: Any, args: Any, kwargs: Any) -> _Results | None:
         """Return None for an operation that returns or changes its arguments' memory, or has values of its own."""
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         schema = operation._schema
-        if any(one.alias_info is not None for one in schema.arguments) or not (
-            any(one.is_meta for one in given) or "device" in kwargs
+        if any(argument.alias_info is not None for argument in schema.arguments) or not (
+            any(tensor.is_meta for tensor in tensors) or "device" in kwargs
         ):
             return None
         with FakeTensorMode(allow_non_fake_inputs=True):
-            like = {id(one): _on_cpu(one) for one in given if one.is_meta}
-            args, kwargs = tree_map_only(Tensor, lambda one: like.get(id(one), one), (args, kwargs))
-            found = _as_computed(operation, args, kwargs)
-            several = (found,) if isinstance(found, Tensor) else found
-            if not isinstance(several, (tuple, list)) or not all(isinstance(one, Tensor) for one in several):
+            like = {id(tensor): _on_cpu(tensor) for tensor in tensors if tensor.is_meta}
+            args, kwargs = tree_map_only(Tensor, lambda tensor: like.get(id(tensor), tensor), (args, kwargs))
+            result = _as_computed(operation, args, kwargs)
+            results = (result,) if isinstance(result, Tensor) else result
+            if not isinstance(results, (tuple, list)) or not all(isinstance(tensor, Tensor) for tensor in results):
                 return None
-            owners = [one.untyped_storage() for one in (*several, *like.values())]
-            if len({one._cdata for one in owners}) < len(owners) or any(one.storage_offset() for one in several):
+            storages = [tensor.untyped_storage() for tensor in (*results, *like.values())]
+            if len({storage._cdata for storage in storages}) < len(storages) or any(
+                tensor.storage_offset() for tensor in results
+            ):
                 return None
-            sizes = tuple((one.untyped_storage().nbytes(), one.shape, one.stride(), one.dtype) for one in several)
-        return cls(sizes, isinstance(found, Tensor))
+            sizes = tuple(
+                (tensor.untyped_storage().nbytes(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in results
+            )
+        return cls(sizes, isinstance(result, Tensor))
 
-    def made(self) -> Any:
-        made = [torch.empty_strided(size, step, dtype=dtype, device=_META) for _, size, step, dtype in self.sizes]
-        for one, (of_all, size, step, _) in zip(made, self.sizes, strict=True):
-            if one.untyped_storage().nbytes() != of_all:
-                one.set_(torch.UntypedStorage(of_all, device=_META), 0, size, step)
-        return made[0] if self.alone else tuple(made)
+    def allocate(self) -> Any:
+        tensors = [torch.empty_strided(size, step, dtype=dtype, device=_META) for _, size, step, dtype in self.sizes]
+        for tensor, (storage_size, size, step, _) in zip(tensors, self.sizes, strict=True):
+            if tensor.untyped_storage().nbytes() != storage_size:
+                tensor.set_(torch.UntypedStorage(storage_size, device=_META), 0, size, step)
+        return tensors[0] if self.is_single else tuple(tensors)
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
@@ -228,19 +234,19 @@ def _as_computed(operation: Any, args: Any, kwargs: Any) -> Any:
         return _sums(operation, *args, **kwargs)
     if operation is not _aten._grouped_mm.default or args[0].dtype != torch.float32:
         return operation(*args, **kwargs)
-    left, right, *others = args
-    result = operation(left.to(torch.bfloat16), right.to(torch.bfloat16), *others, **kwargs)
+    left, right, *options = args
+    result = operation(left.to(torch.bfloat16), right.to(torch.bfloat16), *options, **kwargs)
     columns = -(-result.shape[-1] // 4) * 4  # rows begin at whole 16 bytes
     strides = [columns, 1] if result.dim() == 2 else [result.shape[1] * columns, columns, 1]
     return left.new_empty_strided(result.shape, strides)
 
 
-def _sums(operation: Any, entries: Tensor, index: Tensor, *others: Any, **options: Any) -> Any:
-    as_if = {torch.bfloat16: torch.float16}.get(entries.dtype, entries.dtype)
-    sums, of_entries, *more = operation(entries.to(as_if), index, *others, **options)
+def _sums(operation: Any, entries: Tensor, index: Tensor, *arguments: Any, **options: Any) -> Any:
+    dtype = {torch.bfloat16: torch.float16}.get(entries.dtype, entries.dtype)
+    sums, bags, *extra = operation(entries.to(dtype), index, *arguments, **options)
     if entries.dtype == torch.float64:
-        of_entries = of_entries.new_empty(len(index) + 1)[:-1]
-    return sums.to(entries.dtype), of_entries, *more
+        bags = bags.new_empty(len(index) + 1)[:-1]
+    return sums.to(entries.dtype), bags, *extra
 
 
 def _no_spans(ends: Tensor) -> list[tuple[int, int]]:
@@ -254,26 +260,27 @@ def _nothing_packed() -> Iterator[None]:
     """transformers looks at position ids for sequences that share a row; without values it would have to assume some,
     and make a mask. This computes the same intermediates and answers no."""
 
-    def found_none(position_ids: Tensor) -> None:
+    def find_none(position_ids: Tensor) -> None:
         steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
         (steps != 1).cumsum(-1)
 
-    with replaced(masking_utils, "find_packed_sequence_indices", found_none):
+    with replaced(masking_utils, "find_packed_sequence_indices", find_none):
         yield
 
 
 def give_storage(stage: Stage | ModuleStage) -> None:
     """Replace a stage's parameters, buffers and plain tensor attributes by tensors of the mode."""
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the tensors replaced, which are held: ids are used again
+    # By id of the replaced tensor, which is held so that its id is not reused.
+    replacements: dict[int, tuple[Tensor, Tensor]] = {}
 
     def fake(tensor: Tensor) -> Tensor:
-        _, found = made.get(id(tensor), (None, None))
-        if found is None:
-            found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        _, replacement = replacements.get(id(tensor), (None, None))
+        if replacement is None:
+            replacement = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             if isinstance(tensor, nn.Parameter):
-                found = nn.Parameter(found, requires_grad=tensor.requires_grad)
-            made[id(tensor)] = tensor, found
-        return found
+                replacement = nn.Parameter(replacement, requires_grad=tensor.requires_grad)
+            replacements[id(tensor)] = tensor, replacement
+        return replacement
 
     embeddings = (module for embedding in stage._embedding for module in embedding.modules())
     for module in (*stage.modules(), *((stage.whole,) if isinstance(stage, Stage) else ()), *embeddings):
@@ -283,11 +290,11 @@ def give_storage(stage: Stage | ModuleStage) -> None:
                 if isinstance(value, Tensor):
                     table[name] = fake(value)
         if hasattr(module, "rope_type"):
-            module.rope_type = _as_it_is(module.rope_type)
+            module.rope_type = _static_rope_type(module.rope_type)
 
 
-def _as_it_is(rope_type: Any) -> Any:
+def _static_rope_type(rope_type: Any) -> Any:
     """Leave rotary embeddings unchanged whose frequencies follow the longest sequence so far ("dynamic")."""
     if isinstance(rope_type, dict):
-        return {name: _as_it_is(one) for name, one in rope_type.items()}
+        return {name: _static_rope_type(kind) for name, kind in rope_type.items()}
     return "default" if isinstance(rope_type, str) and "dynamic" in rope_type else rope_type

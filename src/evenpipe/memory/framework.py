@@ -137,8 +137,8 @@ def kernels_and_framework(text: str) -> tuple[Kernels, Framework]:
     if kernels.weight_gradient == "fused" and framework.gathers == "blocks":
         raise refused("kernels: weight_gradient", "fused", "eager, or a preset of Megatron-LM's kernels")
     if kernels.products != "compute" and framework.is_evenpipe:
-        others = (name for name, one in FRAMEWORKS.items() if not one.is_evenpipe)
-        raise refused("kernels: products", kernels.products, f"compute, or the kernels {', '.join(others)}")
+        alternatives = (name for name, candidate in FRAMEWORKS.items() if not candidate.is_evenpipe)
+        raise refused("kernels: products", kernels.products, f"compute, or the kernels {', '.join(alternatives)}")
     if kernels.products != "compute" and framework.saves_casts and kernels.weight_gradient == "eager":
         raise refused("kernels: weight_gradient", "eager", f"fused with products={kernels.products}")
     if kernels.parameters == "cast" and (kernels.products == "compute" or not framework.saves_casts):

@@ -54,11 +54,11 @@ class Kernels:
         check_literals("kernels", self)
 
 
-def check_literals(what: str, given: Any) -> None:
+def check_literals(label: str, instance: Any) -> None:
     """Raise InputError if a field that is a `Literal` has another value."""
-    for name, kind in get_type_hints(type(given)).items():
-        if get_origin(kind) is Literal and getattr(given, name) not in get_args(kind):
-            raise refused(f"{what}: {name}", getattr(given, name), " or ".join(get_args(kind)))
+    for name, kind in get_type_hints(type(instance)).items():
+        if get_origin(kind) is Literal and getattr(instance, name) not in get_args(kind):
+            raise refused(f"{label}: {name}", getattr(instance, name), " or ".join(get_args(kind)))
 
 
 _FUSED = Kernels(attention="fused", norm="fused", activation="fused", rotary="fused")

@@ -52,9 +52,9 @@ class Peak:
 
     def see(self, line: int) -> None:
         base, slope = parts(line)
-        if any(base <= other and slope <= steeper for other, steeper in self._parts):
+        if any(base <= other_base and slope <= other_slope for other_base, other_slope in self._parts):
             return
-        self._parts = [one for one in self._parts if one[0] > base or one[1] > slope]
+        self._parts = [pair for pair in self._parts if pair[0] > base or pair[1] > slope]
         self._parts.append((base, slope))
 
     def above(self, start: int) -> tuple[int, ...]:
