@@ -289,7 +289,7 @@ def _fixed(
     tokens, microbatches = settings.tokens_here, plan.program.microbatches
     total = batch_bytes(tokens * microbatches, machine=settings.machine, shards=shards)
     for piece in pieces:
-        total += 0 if piece is None else 8 * piece.known_places * microbatches
+        total += 0 if piece is None else 8 * piece.known_positions * microbatches
     if (
         pieces[0] is not None and settings.on_cpu
     ):  # ids and labels of whole sequences, besides ids and targets of pieces

@@ -117,31 +117,31 @@ class _Layer:
             batch, length, width = hidden.shape
             rows = sum_product(hidden.reshape(-1, width), weight, self.module.bias, self.rank)
             return rows.view(batch, length // self.rank.size, -1)
-        whole = hidden if self.rows is None else self._whole(hidden)
-        return functional.linear(whole, weight.t(), self.module.bias)
+        all_rows = hidden if self.rows is None else self._gathered(hidden)
+        return functional.linear(all_rows, weight.t(), self.module.bias)
 
     def input_gradient(self, saved: Tensor, gradient: Tensor) -> Tensor:
         """Return the gradient of what was saved, and queue or add that of the weight."""
         layouts = () if self.casts is None else (self.casts.operand(gradient), self.casts.operand(gradient))
-        whole = self._whole(gradient) if self.scatters else None
+        gathered_gradient = self._gathered(gradient) if self.scatters else None
         entry = FusedSum((), partial(self._add, saved, gradient), weight=self.module.weight)
         if self.queue.under_way is not None:
             self.queue.add(entry)
-            again = None
+            gathered_input = None
         else:
-            again = self._whole(saved) if self.rows is not None else None
+            gathered_input = self._gathered(saved) if self.rows is not None else None
         if self.rows is not None:
-            result = self._whole(saved, gradient)
+            result = self._gathered(saved, gradient)
         result = gradient.new_empty(saved.shape)  # of whole rows: scattered
-        del whole, again, layouts
+        del gathered_gradient, gathered_input, layouts
         return result
 
     def _add(self, saved: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-        gathered = [self._whole(saved)] if self.rows is not None else []
-        gathered += [self._whole(gradient)] if self.scatters else []
+        gathered = [self._gathered(saved)] if self.rows is not None else []
+        gathered += [self._gathered(gradient)] if self.scatters else []
         return ()
 
-    def _whole(self, rows: Tensor, like: Tensor | None = None) -> Tensor:
+    def _gathered(self, rows: Tensor, like: Tensor | None = None) -> Tensor:
         """Return memory for the rows of all ranks. like: has their type; None: `rows` have it."""
         batch, length, width = rows.shape
         return (rows if like is None else like).new_empty(batch, length * self.rank.size, width)
@@ -163,8 +163,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (saved,) = ctx.saved_tensors
-        found: Tensor = ctx.layer.input_gradient(saved.detach(), gradient)
-        return found, None
+        input_gradient: Tensor = ctx.layer.input_gradient(saved.detach(), gradient)
+        return input_gradient, None
 
 
 @dataclass(slots=True)
@@ -182,8 +182,8 @@ class _Input:
         hidden = self.block.hidden
         self._rows = weakref.ref(next(args[key] if isinstance(key, int) else kwargs[key] for key in hidden))
         return (
-            tuple(self._placeholder(one) if index in hidden else one for index, one in enumerate(args)),
-            {key: self._placeholder(one) if key in hidden else one for key, one in kwargs.items()},
+            tuple(self._placeholder(value) if index in hidden else value for index, value in enumerate(args)),
+            {key: self._placeholder(value) if key in hidden else value for key, value in kwargs.items()},
         )
 
     def _placeholder(self, rows: Tensor) -> Tensor:
@@ -192,9 +192,9 @@ class _Input:
 
     def rows(self) -> Tensor:
         """The own rows."""
-        found = self._rows()
-        assert found is not None
-        return found
+        rows = self._rows()
+        assert rows is not None
+        return rows
 
 
 def share(
@@ -245,20 +245,22 @@ def share(
 def _is_of_matrices(module: nn.Module, cut: BlockCut) -> bool:
     """Return whether a block is matrices cut by columns and one by rows, and nothing else. Otherwise, as with experts,
     it gathers its input once, and scatters the sum of its result."""
-    linear = {key for key, one in module.named_modules() if is_one_product(one)}
+    linear = {key for key, child in module.named_modules() if is_one_product(child)}
     split = {key.removesuffix(".weight") for group in cut.groups for key in group.splits}
     return cut.sums_at is not None and linear <= split
 
 
 def _of_block(module: nn.Module, block: Block, rank: _Rank, queue: WeightGradients) -> dict[nn.Module, _Layer]:
     """Return the products of a block, which gets the placeholder from now on."""
-    cut, given = block.cut, _Input(block, rank.size)
+    cut, block_input = block.cut, _Input(block, rank.size)
     assert cut is not None
-    module.register_forward_pre_hook(given.replace, with_kwargs=True)
-    linear = {key: one for key, one in module.named_modules() if is_one_product(one)}
+    module.register_forward_pre_hook(block_input.replace, with_kwargs=True)
+    linear = {key: child for key, child in module.named_modules() if is_one_product(child)}
     return {
-        one: _Layer(one, queue, rank, scatters=True) if key == cut.sums_at else _Layer(one, queue, rank, given.rows)
-        for key, one in linear.items()
+        child: _Layer(child, queue, rank, scatters=True)
+        if key == cut.sums_at
+        else _Layer(child, queue, rank, block_input.rows)
+        for key, child in linear.items()
     }
 
 
@@ -271,8 +273,8 @@ def _leave_out_ends(stage: Stage, last_parameters: Iterable[str]) -> None:
 
     stage.make_stand_in = stand_in  # type: ignore[method-assign]
     for name in () if stage.is_last else last_parameters:
-        stage.whole.get_submodule(name.rpartition(".")[0]).forward = _as_it_is  # type: ignore[assignment]
+        stage.whole.get_submodule(name.rpartition(".")[0]).forward = _identity  # type: ignore[assignment]
 
 
-def _as_it_is(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+def _identity(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
     return hidden

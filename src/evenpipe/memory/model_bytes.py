@@ -70,10 +70,10 @@ class ModelBytes:
                 self._cuts[ranks] = cut_of_model(self.description, ranks, check=False)
             except InputError as error:
                 self._cuts[ranks] = str(error)
-        found = self._cuts[ranks]
-        if isinstance(found, str):
-            raise InputError(found)
-        return found
+        cut = self._cuts[ranks]
+        if isinstance(cut, str):
+            raise InputError(cut)
+        return cut
 
     def planned(
         self,
@@ -85,18 +85,18 @@ class ModelBytes:
         """Return the program of a recipe, as `programs.planned`; given programs are cached."""
         if not isinstance(recipe.schedule, Program):
             return planned(self.description, recipe, hardware, dtype, loss)
-        given, shared = recipe.schedule, recipe.parallelism
+        program, parallelism = recipe.schedule, recipe.parallelism
         # Held, so that the id stays unique: comparing programs takes long.
         key = (
-            id(given),
+            id(program),
             recipe.layers_per_stage,
-            shared.replicas > 1,
-            shared.zero == 3,
-            shared.reshard,
-            shared.prefetch,
+            parallelism.replicas > 1,
+            parallelism.zero == 3,
+            parallelism.reshard,
+            parallelism.prefetch,
         )
         if key not in self._programs:
-            self._programs[key] = given, planned(self.description, recipe)
+            self._programs[key] = program, planned(self.description, recipe)
             if len(self._programs) > KEPT_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
         return self._programs[key][1]
@@ -138,12 +138,12 @@ class ModelBytes:
     def _tracer(
         self, settings: Settings, backwards: Literal["whole", "split", "both"], *, recompute: bool, piece: Piece | None
     ) -> StageTracer:
-        sizes, dtypes = settings.parallelism, settings.dtypes
-        how = Tracing(
+        parallelism, dtypes = settings.parallelism, settings.dtypes
+        tracing = Tracing(
             sequence=settings.sequence,
             piece=piece,
-            ranks=sizes.tp,
-            sharing=Sharing(sizes.ep, settings.skew, sizes.experts),
+            ranks=parallelism.tp,
+            sharing=Sharing(parallelism.ep, settings.skew, parallelism.experts),
             layout=_megatron_layout(settings),
             kernels=settings.kernels,
             compute_dtype=TORCH_DTYPES[dtypes.compute],
@@ -152,24 +152,26 @@ class ModelBytes:
             recompute=recompute,
             on_cpu=settings.on_cpu,
         )
-        if how not in self._tracers:
-            self._tracers[how] = StageTracer(self.description, how, self._layer_cut(sizes.tp), self._files)
-        return self._tracers[how]
+        if tracing not in self._tracers:
+            self._tracers[tracing] = StageTracer(
+                self.description, tracing, self._layer_cut(parallelism.tp), self._files
+            )
+        return self._tracers[tracing]
 
 
 def _megatron_layout(settings: Settings) -> MegatronLayout | None:
     """Return how layers are shared in another framework, or without sequence parallelism; None: as this library does
     it."""
-    sizes, framework = settings.parallelism, settings.framework
-    if settings.is_ours and (sizes.tp == 1 or sizes.sequence_parallel):
+    parallelism, framework = settings.parallelism, settings.framework
+    if settings.is_ours and (parallelism.tp == 1 or parallelism.sequence_parallel):
         return None
     return MegatronLayout(
-        tp=sizes.tp,
-        sequence_parallel=sizes.sequence_parallel,
+        tp=parallelism.tp,
+        sequence_parallel=parallelism.sequence_parallel,
         fuses_gradients=settings.kernels.weight_gradient == "fused",
         casts=settings.casts != "none",
-        cp=1 if settings.is_ours else sizes.cp,
-        exchanges_heads=sizes.cp > 1 and sizes.context_exchange == "heads",
+        cp=1 if settings.is_ours else parallelism.cp,
+        exchanges_heads=parallelism.cp > 1 and parallelism.context_exchange == "heads",
         copies_attention=framework.attention_copies,
         holds_input=framework.holds_transferred,
     )

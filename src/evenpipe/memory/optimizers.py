@@ -51,10 +51,10 @@ def trained_tensor(shape: Sequence[int], *, matrix: bool, elements: int | None =
         matrix: whether Muon orthogonalises it.
         elements: elements per rank with tensor parallelism; None: all.
     """
-    whole = math.prod(shape)
-    elements = whole if elements is None else elements
+    total = math.prod(shape)
+    elements = total if elements is None else elements
     rows, columns = elements, 0
-    if len(shape) >= 2 and whole:
+    if len(shape) >= 2 and total:
         rows, columns = elements // shape[-1], elements // shape[-2]
     if len(shape) > 2:  # each process has whole stacked matrices
         rows, columns = rows + columns, 0
@@ -106,6 +106,6 @@ def bytes_in_step(optimizer: str, trained: Trained, *, master: int, shards: int)
         momentum = (2 if shards == 1 else 8) * trained.largest_matrix
         return momentum + 8 * min(trained.largest_matrix, ELEMENTS_AT_ONCE)
     if optimizer == "adafactor":
-        most = trained.largest if shards == 1 else min(trained.elements, BUCKET_ELEMENTS + trained.largest)
-        return master * -(-most // shards)
+        update_elements = trained.largest if shards == 1 else min(trained.elements, BUCKET_ELEMENTS + trained.largest)
+        return master * -(-update_elements // shards)
     return 0

@@ -92,63 +92,65 @@ class _Bench:
         self._buffers = BuffersOfGpu() if layer.machine == "gpu" else Buffers()
         self._labels, self._token_weights = torch.empty(layer.tokens, dtype=torch.int64), torch.empty(layer.tokens)
         rows, wide = layer.shard.rows, products.accumulator_dtype(layer.dtype)
-        self._weight, self._gradient = (torch.empty(rows, layer.hidden_size, dtype=one) for one in (layer.dtype, wide))
+        self._weight, self._gradient = (
+            torch.empty(rows, layer.hidden_size, dtype=dtype) for dtype in (layer.dtype, wide)
+        )
         self._bias = torch.empty(rows, dtype=layer.dtype) if layer.bias else None
         self._bias_gradient = torch.empty(rows, dtype=wide) if layer.bias else None
 
     def trace(self) -> VocabularyBytes:
         """Return the bytes of a microbatch, in the memory that an earlier one has left."""
-        found = self._microbatch()
-        return self._microbatch() if self._buffers.free else found
+        first = self._microbatch()
+        return self._microbatch() if self._buffers.free else first
 
     def _microbatch(self) -> VocabularyBytes:
-        layer, tracker, before = self._layer, self._tracker, self._tracker.live
+        layer, tracker, initial = self._layer, self._tracker, self._tracker.live
         hidden = torch.empty(layer.tokens // layer.ranks, layer.hidden_size, dtype=layer.dtype)
-        own_hidden = hidden.nbytes
-        with tracker.span() as of_output:
-            statistics, kept = self._output(hidden)
+        hidden_bytes = hidden.nbytes
+        with tracker.span() as output_span:
+            statistics, saved = self._output(hidden)
             del hidden
-        own = statistics.nbytes
-        stored = tracker.live - before - own
-        exponentials = _bytes_of(one for one in (kept.exponentials, kept.derivative) if one is not None)
+        statistics_bytes = statistics.nbytes
+        stored = tracker.live - initial - statistics_bytes
+        exponentials = _bytes_of(tensor for tensor in (saved.exponentials, saved.derivative) if tensor is not None)
         table = statistics[None] if layer.shards == 1 else statistics.new_empty(layer.shards, *statistics.shape)
-        with tracker.span() as of_combine:
+        with tracker.span() as combine_span:
             combined = combine(table, self._token_weights, self._labels, layer.options, layer.shard.vocabulary)
         del statistics, table
-        of_gradient, part = Span(0), None
+        gradient_span, dx = Span(0), None
         if layer.passes in ("S C T", "F I W"):
-            with tracker.span() as of_gradient:
-                part = self._scattered(hidden_gradient(kept, combined, self._weight))
-        with tracker.span() as of_backward:
-            rest = backward_shard(kept, combined, self._weight, self._gradient, self._bias_gradient)
-            part = self._scattered(rest) if rest is not None else part
-        assert part is not None
-        gradient = part.nbytes
+            with tracker.span() as gradient_span:
+                dx = self._scattered(hidden_gradient(saved, combined, self._weight))
+        with tracker.span() as backward_span:
+            full_dx = backward_shard(saved, combined, self._weight, self._gradient, self._bias_gradient)
+            dx = self._scattered(full_dx) if full_dx is not None else dx
+        assert dx is not None
+        gradient = dx.nbytes
         free = _bytes_of(self._buffers.free)
         handed_on = exponentials if free else 0
         return VocabularyBytes(
-            hidden=own_hidden if layer.passes in ("S C T", "S T") else 0,
+            hidden=hidden_bytes if layer.passes in ("S C T", "S T") else 0,
             stored=stored,
-            product=gradient - of_gradient.kept if layer.passes == "S C T" else 0,
+            product=gradient - gradient_span.kept if layer.passes == "S C T" else 0,
             handed_on=handed_on,
             room=free - handed_on,
-            own_statistics=own,
-            statistics=own * layer.shards if layer.passes in ("S C T", "S T") else 0,
-            combined=of_combine.kept,
+            own_statistics=statistics_bytes,
+            statistics=statistics_bytes * layer.shards if layer.passes in ("S C T", "S T") else 0,
+            combined=combine_span.kept,
             gradient=gradient,
             peaks=OutputPeaks(
-                output=of_output.above,
-                combine=of_combine.above,
-                gradient=of_gradient.above,
-                backward=0 if layer.passes == "F I W" else of_backward.above,
-                weight=of_backward.above if layer.passes == "F I W" else 0,
+                output=output_span.above,
+                combine=combine_span.above,
+                gradient=gradient_span.above,
+                backward=0 if layer.passes == "F I W" else backward_span.above,
+                weight=backward_span.above if layer.passes == "F I W" else 0,
             ),
         )
 
     def _output(self, hidden: Tensor) -> tuple[Tensor, OutputState]:
         layer = self._layer
         gathered = hidden if self._exchange is None else self._exchange.gather(hidden)  # until the end
-        statistics, kept = forward_shard(
+        statistics, saved = forward_shard(
             gathered,
             self._weight,
             self._bias,
@@ -158,14 +160,14 @@ class _Bench:
             layer.passes == "S C T",
             buffers=self._buffers,
         )
-        return statistics if self._exchange is None else merge(self._exchange.table(statistics), layer.options), kept
+        return statistics if self._exchange is None else merge(self._exchange.table(statistics), layer.options), saved
 
-    def _scattered(self, part: Tensor) -> Tensor:
-        return part if self._exchange is None else self._exchange.scatter(part)
+    def _scattered(self, gradient: Tensor) -> Tensor:
+        return gradient if self._exchange is None else self._exchange.scatter(gradient)
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    return sum(one.untyped_storage().nbytes() for one in tensors)
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 # --- what a machine allocates ----------------------------------------------------------------------------------------
@@ -193,7 +195,7 @@ def _machine(layer: OutputLayer) -> Iterator[None]:
     ]
     if layer.machine == "gpu":
         changes += [
-            (output, "rows_per_block", lambda *sizes, **how: in_blocks(*sizes, **{**how, "on_gpu": True})),
+            (output, "rows_per_block", lambda *sizes, **kwargs: in_blocks(*sizes, **{**kwargs, "on_gpu": True})),
             (output, "choose", _kernels),
             (triton_kernels, "launch", _nothing),
             (plain, "cached_rows", lambda rows, _: rows),
@@ -218,13 +220,15 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Compute into tensors that are there."""
 
 
-def _first_of(parts: Callable[..., Any], rooms: Rooms, of: OutputState, *others: Any, **how: Any) -> Any:
+def _first_of(
+    parts: Callable[..., Any], rooms: Rooms, output_state: OutputState, *arguments: Any, **kwargs: Any
+) -> Any:
     """Return the first of the parts in which a block of logits is processed: they are alike."""
     tokens, columns = rooms.logits.shape
-    part = slice(of.kernels.tokens_at_once(tokens, columns, rooms.logits))
-    derivative = None if rooms.derivative is None else rooms.derivative[part]
-    first = Rooms(rooms.logits[part], rooms.exponentials[part], derivative, rooms.bias)
-    return parts(first, of, *others, **how)
+    rows = slice(output_state.kernels.tokens_at_once(tokens, columns, rooms.logits))
+    derivative = None if rooms.derivative is None else rooms.derivative[rows]
+    first = Rooms(rooms.logits[rows], rooms.exponentials[rows], derivative, rooms.bias)
+    return parts(first, output_state, *arguments, **kwargs)
 
 
 def _kernels(options: LossOptions, like: Tensor) -> plain.Kernels:

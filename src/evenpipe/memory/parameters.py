@@ -129,10 +129,10 @@ class Parameters:
     def layers(self) -> tuple[tuple[Tensor, ...], ...]:
         """Parameters of every layer; the same object for equal layers."""
         known: dict[tuple[Tensor, ...], tuple[Tensor, ...]] = {}
-        found = (
+        layers = (
             tuple(self._tensors(self._description.layer(index), index)) for index in range(self._description.layers)
         )
-        return tuple(known.setdefault(layer, layer) for layer in found)
+        return tuple(known.setdefault(layer, layer) for layer in layers)
 
     def check(self, tp: int) -> None:
         """Raise InputError if heads cannot be divided among `tp` ranks."""
@@ -174,8 +174,8 @@ class Parameters:
             ends = (*structure.first_parameters * is_first, *structure.last_parameters * is_last)
             for name in () if of == "experts" else ends:
                 shape = tuple(self._description.skeleton.get_parameter(name).shape)
-                found = self._outside(name, shape)
-                held += found if cut is None else replace(found, shared=found.trained)
+                outside = self._outside(name, shape)
+                held += outside if cut is None else replace(outside, shared=outside.trained)
             self._held_by_stage[key] = held
         return self._held_by_stage[key]
 
@@ -184,12 +184,12 @@ class Parameters:
         layers, and of all modules outside of layers."""
         key = (first, last)
         if key not in self._buffers_by_stage:
-            within = f"{self._description.structure.layers_name}."
-            own = tuple(f"{within}{index}." for index in range(first, last))
+            layers_prefix = f"{self._description.structure.layers_name}."
+            prefixes = tuple(f"{layers_prefix}{index}." for index in range(first, last))
             self._buffers_by_stage[key] = sum(
                 buffer.numel() * buffer.element_size()
                 for name, buffer in self._description.skeleton.named_buffers()
-                if name.startswith(own) or not name.startswith(within)
+                if name.startswith(prefixes) or not name.startswith(layers_prefix)
             )
         return self._buffers_by_stage[key]
 
@@ -218,9 +218,9 @@ class Parameters:
         tensors = self.layers[index]
         key = (id(tensors) if cut is None else index, tp, id(cut), members, of)  # `layers` keeps them alive
         if key not in self._held_by_layer:
-            chosen = [one for one in tensors if of == "all" or one.expert == (of == "experts")]
+            chosen = [tensor for tensor in tensors if of == "all" or tensor.expert == (of == "experts")]
             if cut is None:
-                sizes, shared = [one.local(tp, self.key_value_heads, members) for one in chosen], 0
+                sizes, shared = [tensor.local(tp, self.key_value_heads, members) for tensor in chosen], 0
             else:
                 sizes, shared = self._cut_sizes(index, chosen, tp, cut, members)
             self._held_by_layer[key] = replace(_held(chosen, sizes), largest=sum(sizes), shared=shared)
@@ -232,15 +232,15 @@ class Parameters:
         """Return the elements of each tensor, and those of the bucket of what several ranks hold."""
         prefix = f"{self._description.structure.layers_name}.{index}."
         placements = cut.placements(self._description, index, 0, tp)
-        alone = cut.alone(self._description, index)
+        first_rank_only = cut.alone(self._description, index)
         sizes, shared = [], 0
         for tensor in tensors:
             name = prefix + tensor.name
             placement = placements.get(name) or TensorPlacement(tensor.shape)
             sizes.append(tensor.of_member(math.prod(placement.local_shape), members))
-            places = math.prod(one.parts for one in placement.cuts)  # of different parts in the bucket
-            if tensor.trained and name not in alone and places < tp:
-                shared += places * sizes[-1]
+            part_count = math.prod(axis_cut.parts for axis_cut in placement.cuts)  # of different parts in the bucket
+            if tensor.trained and name not in first_rank_only and part_count < tp:
+                shared += part_count * sizes[-1]
         return sizes, shared
 
     def _outside(self, name: str, shape: tuple[int, ...]) -> Held:
@@ -267,10 +267,10 @@ class Parameters:
             expert = is_experts(module)
             for key, parameter in module.named_parameters(recurse=False):
                 name = f"{module_name}.{key}" if module_name else key
-                own = cut or self._planned(name) or "whole"
+                tensor_cut = cut or self._planned(name) or "whole"
                 trained, split = self._trained(f"{prefix}.{name}"), expert or is_one_product(module)
                 matrix = is_matrix(module, key, parameter.dim())
-                yield Tensor(name, tuple(parameter.shape), own, share, trained, matrix, split, expert)
+                yield Tensor(name, tuple(parameter.shape), tensor_cut, share, trained, matrix, split, expert)
 
     def _cut(self, layer: nn.Module, name: str, module: nn.Module) -> Cut | None:
         """Return how a module's parameters are split; None: parameter by parameter."""
@@ -284,10 +284,10 @@ class Parameters:
 
     def _planned(self, path: str) -> Cut | None:
         """Return the entry of the config's plan for a module or parameter of a layer; None: no entry, or whole."""
-        for pattern, way in self._plan.items():
-            _, found, rest = pattern.partition(".*.")
-            if found and fnmatch.fnmatchcase(path, rest):
-                kind = way.removeprefix("packed_")
+        for pattern, style in self._plan.items():
+            _, separator, suffix = pattern.partition(".*.")
+            if separator and fnmatch.fnmatchcase(path, suffix):
+                kind = style.removeprefix("packed_")
                 return "columns" if kind.startswith("colwise") else "rows" if kind.startswith("rowwise") else None
         return None
 
@@ -308,16 +308,16 @@ def _held(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Held:
 
 
 def _products(tensors: Sequence[Tensor], sizes: Sequence[int]) -> frozenset[tuple[str, int]]:
-    found: dict[tuple[str, str], int] = {}
+    sizes_by_split: dict[tuple[str, str], int] = {}
     for tensor, size in zip(tensors, sizes, strict=True):
         if len(tensor.shape) > 1 and tensor.cut != "whole":
             parent = ".".join(tensor.name.split(".")[:-2])
-            found[parent, tensor.cut] = found.get((parent, tensor.cut), 0) + size
-    return frozenset((cut, size) for (_, cut), size in found.items())
+            sizes_by_split[parent, tensor.cut] = sizes_by_split.get((parent, tensor.cut), 0) + size
+    return frozenset((cut, size) for (_, cut), size in sizes_by_split.items())
 
 
 def _common(layers: list[Any], name: str) -> int | None:
     """Return the greatest common divisor of this number over all layers; None if a layer has no such number."""
     numbers = [getattr(layer, name, None) for layer in layers]
-    whole = [number for number in numbers if isinstance(number, int)]
-    return math.gcd(*whole) if len(whole) == len(numbers) else None
+    integers = [number for number in numbers if isinstance(number, int)]
+    return math.gcd(*integers) if len(integers) == len(numbers) else None

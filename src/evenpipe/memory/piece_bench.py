@@ -69,27 +69,27 @@ class _MaskOfPiece(Mask):
     @cached_property
     def blocks(self) -> list[Block]:
         with _disable_current_modes():
-            found = self._real().blocks
+            blocks = self._real().blocks
         if not self.is_causal:
-            for block in found:
+            for block in blocks:
                 self.tensor(block.queries)
-        return found
+        return blocks
 
     @cached_property
     def rounds(self) -> Rounds | None:
         with _disable_current_modes():
             real = self._real().rounds
-            return None if real is None else real._replace(rounds=[self._of_all_rows(one) for one in real.rounds])
+            return None if real is None else real._replace(rounds=[self._of_all_rows(round_) for round_ in real.rounds])
 
-    def _of_all_rows(self, one: Round) -> Round:
-        """Return a round of so many rows, without memory: `Piece.known_places` counts it."""
+    def _of_all_rows(self, round_: Round) -> Round:
+        """Return a round of so many rows, without memory: `Piece.known_positions` counts it."""
 
-        def index(of_row: Index | None) -> Index | None:
-            if of_row is None:
+        def index(row_index: Index | None) -> Index | None:
+            if row_index is None:
                 return None
-            return Index(*(numbers.new_empty(self._batch * len(numbers), device="meta") for numbers in of_row))
+            return Index(*(numbers.new_empty(self._batch * len(numbers), device="meta") for numbers in row_index))
 
-        return one._replace(queries=index(one.queries), keys=index(one.keys))
+        return round_._replace(queries=index(round_.queries), keys=index(round_.keys))
 
     @property
     def block_mask(self) -> Any:
@@ -129,8 +129,8 @@ class PieceBench:
         if self._carry is not None:
             sight = replace(sight, exchange=self._carry.slice(self.piece.index, self._exchange))
         with seeing(sight):
-            found: Tensor = stage(hidden, position_ids=self._positions)
-        return found
+            output: Tensor = stage(hidden, position_ids=self._positions)
+        return output
 
     # --- the carry ------------------------------------------------------------------------------------------------
 
@@ -156,23 +156,23 @@ class PieceBench:
         if self._carry is None:
             return 0
         tables = (*self._carry._keys.values(), *self._carry._gradients.values())
-        return sum(self._measure(one.untyped_storage().nbytes()) for table in tables for one in table)
+        return sum(self._measure(tensor.untyped_storage().nbytes()) for table in tables for tensor in table)
 
     def carried(self, layers: Sequence[nn.Module]) -> tuple[CarriedBytes, ...]:
         """Return the bytes of each layer's carry."""
-        found = []
+        sizes = []
         for layer in layers:
             indices = {index for module in layer.modules() if isinstance(index := vars(module).get("layer_idx"), int)}
-            tables = [one for index in indices if index in self._shapes for one in self._shapes[index]]
-            wide = sum(self._measure(one.numel() * _wide(one).itemsize) for one in tables)
-            found.append(CarriedBytes(sum(self._measure(one.nbytes) for one in tables), wide))
-        return tuple(found)
+            tables = [tensor for index in indices if index in self._shapes for tensor in self._shapes[index]]
+            wide = sum(self._measure(tensor.numel() * _wide(tensor).itemsize) for tensor in tables)
+            sizes.append(CarriedBytes(sum(self._measure(tensor.nbytes) for tensor in tables), wide))
+        return tuple(sizes)
 
     @property
     def gathered(self) -> tuple[int, ...]:
         """Bytes of the keys and values that layers gather, each pair once."""
-        found = self._communicator.gathered
-        return tuple({sum(pair) for pair in zip(found[::2], found[1::2], strict=True)})
+        sizes = self._communicator.gathered
+        return tuple({sum(pair) for pair in zip(sizes[::2], sizes[1::2], strict=True)})
 
 
 class CarriedBytes(NamedTuple):
@@ -182,16 +182,16 @@ class CarriedBytes(NamedTuple):
     gradients: int
 
 
-def _wide(one: Tensor) -> torch.dtype:
-    return torch.promote_types(one.dtype, torch.float32)
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _like(keys: Keys, *, wide: bool = False) -> Keys:
-    key, value = (torch.empty(one.shape, dtype=_wide(one) if wide else one.dtype) for one in keys)
+    key, value = (torch.empty(tensor.shape, dtype=_wide(tensor) if wide else tensor.dtype) for tensor in keys)
     return key, value
 
 
 def _on_meta(keys: Keys) -> Keys:
     with _disable_current_modes():
-        key, value = (torch.empty(one.shape, dtype=one.dtype, device="meta") for one in keys)
+        key, value = (torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in keys)
     return key, value

@@ -40,22 +40,22 @@ class Piece:
         return self.ends[-1]
 
     @property
-    def whole(self) -> int:
+    def slice_tokens(self) -> int:
         """Tokens of the slice on all processes."""
         return self.end - self.start
 
     @property
     def tokens(self) -> int:
         """Tokens of the slice on this one."""
-        return self.whole // self.ranks
+        return self.slice_tokens // self.ranks
 
     @property
     def queries(self) -> int:
         """Tokens of a row that ask: those of all processes, if each attends with some of the heads."""
-        return self.whole if self.trades_heads else self.tokens
+        return self.slice_tokens if self.trades_heads else self.tokens
 
     @property
-    def known_places(self) -> int:
+    def known_positions(self) -> int:
         """Number of places that a process keeps: of its tokens, of queries that are others, and of keys; and of tokens
         that GPU kernels take in another order, row and token."""
         ordered = 2 * (self.queries + self.end) if self.kernels_of == "cuda" and self.ranks > 1 else 0
@@ -88,6 +88,8 @@ class Piece:
     def places(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Places of the queries, and of the keys in their order."""
         starts = (0, *self.ends)
-        by_slice = [places_of_ranks(starts[one], starts[one + 1], self.ranks, None) for one in range(self.index + 1)]
-        own = by_slice[-1] if self.exchange == "heads" else by_slice[-1][:1]
-        return torch.cat(own), torch.cat([places for ranks in by_slice for places in ranks])
+        by_slice = [
+            places_of_ranks(starts[index], starts[index + 1], self.ranks, None) for index in range(self.index + 1)
+        ]
+        queries = by_slice[-1] if self.exchange == "heads" else by_slice[-1][:1]
+        return torch.cat(queries), torch.cat([places for ranks in by_slice for places in ranks])

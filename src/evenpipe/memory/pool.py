@@ -20,23 +20,23 @@ class Pool:
     def take(self, unit: int) -> tuple[list[int], list[int]]:
         """Return the buffers that are made for a unit, and those that go: free ones, if the last unit had another
         size."""
-        own = unit % len(self._tokens)
-        size, gone = self._tokens[own], []
+        index = unit % len(self._tokens)
+        size, dropped = self._tokens[index], []
         if self._serves not in (None, size):
-            self.free, gone = [], self.free
+            self.free, dropped = [], self.free
         self._serves = size
-        fitting = [one for one in self.free if self._tokens[one] >= size]
+        fitting = [buffer for buffer in self.free if self._tokens[buffer] >= size]
         if fitting:
-            found = min(fitting, key=lambda one: self._tokens[one])
-            self.free.remove(found)
+            buffer = min(fitting, key=lambda candidate: self._tokens[candidate])
+            self.free.remove(buffer)
         else:
             if self.free:  # outgrown
-                found = max(self.free, key=lambda one: self._tokens[one])
-                self.free.remove(found)
-                gone.append(found)
-            found = own
-        self._used[unit] = found
-        return ([] if fitting else [own]), gone
+                buffer = max(self.free, key=lambda candidate: self._tokens[candidate])
+                self.free.remove(buffer)
+                dropped.append(buffer)
+            buffer = index
+        self._used[unit] = buffer
+        return ([] if fitting else [index]), dropped
 
     def give(self, unit: int) -> None:
         """Take a unit's buffer back."""
@@ -45,7 +45,7 @@ class Pool:
     def run(self, row: Sequence[Item | None], change: Callable[[Pass], int]) -> None:
         """Run a step. change: of the number of buffers in use by a pass: 1, -1 or 0."""
         for item in row:
-            for part in parts_of(item) if isinstance(item, Pass) else ():
-                by = change(part)
-                if by:
-                    (self.take if by > 0 else self.give)(unit_of(part, len(self._tokens)))
+            for pass_ in parts_of(item) if isinstance(item, Pass) else ():
+                delta = change(pass_)
+                if delta:
+                    (self.take if delta > 0 else self.give)(unit_of(pass_, len(self._tokens)))

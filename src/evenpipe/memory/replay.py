@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from evenpipe.memory.allocations import NO_STAGE, Allocation, label_of
 from evenpipe.memory.bytes import TERMS, DeviceMemory, StageBytes, StateBytes, VocabularyBytes
-from evenpipe.memory.things import NO_STAGE, Thing, label_of
 from evenpipe.memory.walk import walk
 from evenpipe.schedule import Program
 
@@ -52,9 +52,9 @@ class Replay:
         self._gradients_exist = gradients_exist
         self._counts = walked.counts.astype(np.int64)
         self._above = np.array(walked.above, dtype=np.int64)
-        self._after = np.array(walked.after, dtype=np.int64)
+        self._moments_after = np.array(walked.moments_after, dtype=np.int64)
         self._rooms = np.array(walked.rooms, dtype=np.int64)
-        self._things = walked.things
+        self._allocations = walked.allocations
 
     def memory(
         self,
@@ -77,21 +77,23 @@ class Replay:
             curve: also the bytes after every item of the row.
         """
         slices = ((stages, vocabulary), *later)
-        sizes = np.array([_size_of(thing, *slices[thing.slice or 0]) for thing in self._things], dtype=np.int64)
+        sizes = np.array(
+            [_size_of(allocation, *slices[allocation.slice or 0]) for allocation in self._allocations], dtype=np.int64
+        )
         always = state.parameters + state.copies + state.unsharded + state.optimizer + batch
         if self._gradients_exist:
             always += state.gradients
         held: NDArray[np.int64] = self._counts @ sizes
-        whole = held + np.append(sizes, 0)[self._above]
-        moment = int(whole.argmax()) if len(whole) else -1
-        event = label_of(self._walk.items[moment]) if len(whole) else ""
-        if len(self._after) and held[self._after[-1]] + state.summing_peak > whole[moment]:
-            moment, event = int(self._after[-1]), SUMS
-            whole[moment] = held[moment] + state.summing_peak
-        peak = always + int(whole[moment]) if len(whole) else always
+        totals = held + np.append(sizes, 0)[self._above]
+        moment = int(totals.argmax()) if len(totals) else -1
+        event = label_of(self._walk.items[moment]) if len(totals) else ""
+        if len(self._moments_after) and held[self._moments_after[-1]] + state.summing_peak > totals[moment]:
+            moment, event = int(self._moments_after[-1]), SUMS
+            totals[moment] = held[moment] + state.summing_peak
+        peak = always + int(totals[moment]) if len(totals) else always
         rooms = int(self._rooms @ sizes)
         at_step = state.total + state.step_peak + rooms
-        values = tuple(int(size) for size in held[self._after] + always) if curve else ()
+        values = tuple(int(size) for size in held[self._moments_after] + always) if curve else ()
         terms = dict.fromkeys(TERMS, 0)
         terms |= {"parameters": state.parameters + state.copies, "optimizer": state.optimizer}
         if at_step > peak or moment < 0:
@@ -99,14 +101,14 @@ class Replay:
             return DeviceMemory(peak=at_step, binding_event=OPTIMIZER_STEP, terms=terms, curve=values)
         terms |= {"gradients": state.gradients if self._gradients_exist else 0, "buffers": batch}
         terms["parameters"] += state.unsharded
-        for thing, share in zip(self._things, self._counts[moment] * sizes, strict=True):
-            terms[thing.term] += int(share)
-        terms["transient"] += int(whole[moment] - held[moment])
+        for allocation, share in zip(self._allocations, self._counts[moment] * sizes, strict=True):
+            terms[allocation.term] += int(share)
+        terms["transient"] += int(totals[moment] - held[moment])
         return DeviceMemory(peak=peak, binding_event=event, terms=terms, curve=values)
 
 
 _NOTHING = StageBytes(input=0, output=0, stored=0, queued=0)
 
 
-def _size_of(thing: Thing, stages: Mapping[int, StageBytes], vocabulary: VocabularyBytes) -> int:
-    return thing.size(_NOTHING if thing.stage == NO_STAGE else stages[thing.stage], vocabulary)
+def _size_of(allocation: Allocation, stages: Mapping[int, StageBytes], vocabulary: VocabularyBytes) -> int:
+    return allocation.size(_NOTHING if allocation.stage == NO_STAGE else stages[allocation.stage], vocabulary)

@@ -90,29 +90,31 @@ class Settings:
 
         Raises InputError for a sequence, or a model, that cannot be cut so.
         """
-        sizes, slices = self.parallelism, self.slices
-        if not self.is_ours or (sizes.cp == 1 and slices == 1):
+        parallelism, slices = self.parallelism, self.slices
+        if not self.is_ours or (parallelism.cp == 1 and slices == 1):
             return (None,)
         if not description.takes("position_ids"):
-            name, size = ("cp", sizes.cp) if sizes.cp > 1 else ("slices", slices)
+            name, size = ("cp", parallelism.cp) if parallelism.cp > 1 else ("slices", slices)
             raise refused(
                 name, size, f"1: {description.architecture} takes no position ids, so its sequences cannot be cut"
             )
-        divisor = divisor_of(sizes.cp, sizes.tp)
+        divisor = divisor_of(parallelism.cp, parallelism.tp)
         if self.sequence % divisor or self.sequence < divisor * slices:
             raise refused(
                 "sequence",
                 self.sequence,
                 f"a multiple of {divisor} and at least {divisor * slices}:"
-                f" {count(slices, 'slice')} for {count(sizes.cp, 'context rank')} with two chunks of each, and"
-                f" {count(sizes.tp, 'tensor rank')}",
+                f" {count(slices, 'slice')} for {count(parallelism.cp, 'context rank')} with two chunks of each, and"
+                f" {count(parallelism.tp, 'tensor rank')}",
             )
         ends = slice_ends(work, self.sequence, slices, divisor)
-        on: Literal["cpu", "cuda"] = "cpu" if self.on_cpu else "cuda"
-        kernels_of: Literal["cpu", "cuda", "none"] = on if self.kernels.attention == "sdpa" else "none"
-        way = choose(description, sizes.context_exchange, ranks=sizes.cp, tensor_ranks=sizes.tp, slices=slices)
+        device_type: Literal["cpu", "cuda"] = "cpu" if self.on_cpu else "cuda"
+        kernels_of: Literal["cpu", "cuda", "none"] = device_type if self.kernels.attention == "sdpa" else "none"
+        choice = choose(
+            description, parallelism.context_exchange, ranks=parallelism.cp, tensor_ranks=parallelism.tp, slices=slices
+        )
         return tuple(
-            Piece(ends=ends, index=index, ranks=sizes.cp, exchange=way.exchange, kernels_of=kernels_of)
+            Piece(ends=ends, index=index, ranks=parallelism.cp, exchange=choice.exchange, kernels_of=kernels_of)
             for index in range(slices)
         )
 

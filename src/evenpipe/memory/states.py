@@ -98,21 +98,21 @@ def state_bytes(
     parameter_shards = replicas if zero == 3 else 1
 
     masters_of_model = two_sets and framework.masters == "parameters"
-    own = held.elements * (master if masters_of_model else compute)
+    parameter_bytes = held.elements * (master if masters_of_model else compute)
     matrices = held.trained - held.unsplit
     if casts == "instead":
-        own -= matrices * (compute - (ELEMENT_BYTES["fp8"] if zero == 3 else 0))
-    parameters = _part(own, parameter_shards)
-    beside = 0
+        parameter_bytes -= matrices * (compute - (ELEMENT_BYTES["fp8"] if zero == 3 else 0))
+    parameters = _part(parameter_bytes, parameter_shards)
+    master_element = 0
     if two_sets and not masters_of_model:
-        beside += master
-    spread, whole = kept_numbers(optimizer, held.optimized)
-    state = _part(held.trained * beside + spread * moment, shards) + whole * moment
+        master_element += master
+    sharded, replicated = kept_numbers(optimizer, held.optimized)
+    state = _part(held.trained * master_element + sharded * moment, shards) + replicated * moment
     step_peak = _part(held.trained * master, shards) if foreach else 0
     if dtypes.gradients == "fp16":  # the loss scale is removed from a copy in fp32
         step_peak += _part(held.trained * ELEMENT_BYTES["fp32"], shards)
-    own_peak = bytes_in_step(optimizer, held.optimized, master=master, shards=parameter_shards)
-    step_peak = max(step_peak, own_peak)
+    optimizer_peak = bytes_in_step(optimizer, held.optimized, master=master, shards=parameter_shards)
+    step_peak = max(step_peak, optimizer_peak)
     counters = step_counters(optimizer, held.optimized) * framework.step_counters
     state = round(state * (1 - offloaded)) + STEP_COUNTER * counters
 
@@ -148,36 +148,38 @@ def part_bytes(
     copied into one bucket, larger ones are summed in place. `zero` and `replicas` as for `state_bytes`.
     """
     compute, gradient = ELEMENT_BYTES[dtypes.compute], ELEMENT_BYTES[dtypes.gradients]
-    whole = held.trained * gradient
-    found = PartBytes(gradients=whole, input_gradients=held.unsplit * gradient)
+    gradient_bytes = held.trained * gradient
+    unsharded = PartBytes(gradients=gradient_bytes, input_gradients=held.unsplit * gradient)
     if replicas == 1 or not framework.follows_program or zero not in (0, 3):
-        return found
+        return unsharded
     if zero == 0:
         bucket = held.bucketed * gradient
-        return replace(found, reduced=whole + bucket, reducing_peak=bucket)
-    own = _part(whole, replicas)
+        return replace(unsharded, reduced=gradient_bytes + bucket, reducing_peak=bucket)
+    shard = _part(gradient_bytes, replicas)
     bucket = min(held.trained, BUCKET_ELEMENTS + held.optimized.largest) * gradient
     return replace(
-        found,
+        unsharded,
         gathered=held.elements * compute,
         gathering_peak=held.largest * compute,
-        reduced=whole + own,
-        reducing_peak=bucket + own - _part(bucket, replicas),
+        reduced=gradient_bytes + shard,
+        reducing_peak=bucket + shard - _part(bucket, replicas),
     )
 
 
-def both_states(one: StateBytes, other: StateBytes) -> StateBytes:
+def both_states(first: StateBytes, second: StateBytes) -> StateBytes:
     """Return the bytes of parameters that are spread in two ways. Temporaries of the optimizer are taken to add up."""
-    return StateBytes(**{field.name: getattr(one, field.name) + getattr(other, field.name) for field in fields(one)})
+    return StateBytes(
+        **{field.name: getattr(first, field.name) + getattr(second, field.name) for field in fields(first)}
+    )
 
 
-def both_parts(one: PartBytes, other: PartBytes) -> PartBytes:
+def both_parts(first: PartBytes, second: PartBytes) -> PartBytes:
     """Return the bytes of a part whose parameters are spread in two ways: gathered and reduced one way after the
     other."""
-    peaks = max(one.gathering_peak, other.gathering_peak)
-    summed = None if one.reduced is None and other.reduced is None else one.summed + other.summed
-    reducing = max(one.reducing_peak, one.summed - one.gradients + other.reducing_peak)
-    sums = {name: getattr(one, name) + getattr(other, name) for name in ("gradients", "input_gradients", "gathered")}
+    peaks = max(first.gathering_peak, second.gathering_peak)
+    summed = None if first.reduced is None and second.reduced is None else first.summed + second.summed
+    reducing = max(first.reducing_peak, first.summed - first.gradients + second.reducing_peak)
+    sums = {name: getattr(first, name) + getattr(second, name) for name in ("gradients", "input_gradients", "gathered")}
     return PartBytes(**sums, gathering_peak=peaks, reduced=summed, reducing_peak=reducing)
 
 

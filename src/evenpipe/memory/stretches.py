@@ -73,8 +73,8 @@ class LineProfile:
 
     def at(self, sequences: int) -> Profile:
         """The profile for a number of sequences."""
-        start = joined(one.at(sequences) for one in self.start)
-        layers = tuple(one.at(sequences) for one in self.layers)
+        start = joined(stretch.at(sequences) for stretch in self.start)
+        layers = tuple(stretch.at(sequences) for stretch in self.layers)
         return Profile(start, layers, self.end.at(sequences), self.backwards)
 
 
@@ -94,6 +94,6 @@ def window(kinds: Sequence[int]) -> tuple[int, int, tuple[int, ...]]:
         for start in range(count - width + 1):
             run = kinds[start : start + width]
             if run[0] == kinds[0] and run[-1] == kinds[-1] and inner <= set(run[1:-1]):
-                between = {kind: place for place, kind in enumerate(run) if 0 < place < width - 1}
-                return start, width, (0, *(between[kind] for kind in kinds[1:-1]), width - 1)
+                index_of = {kind: index for index, kind in enumerate(run) if 0 < index < width - 1}
+                return start, width, (0, *(index_of[kind] for kind in kinds[1:-1]), width - 1)
     return 0, count, tuple(range(count))

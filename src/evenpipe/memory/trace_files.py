@@ -56,7 +56,7 @@ class TraceFiles:
 def _trace_of(fields: dict[str, Any]) -> LineTrace:
     """Return the trace of `asdict`, in which JSON has lists for tuples."""
     profiles = {name: _profile_of(**profile) for name, profile in fields.pop("profiles").items()}
-    carried = tuple(CarriedBytes(*one) for one in fields.pop("carried"))
+    carried = tuple(CarriedBytes(*layer) for layer in fields.pop("carried"))
     moved = tuple(map(tuple, fields.pop("moved")))
     tuples: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
@@ -84,9 +84,9 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file at once. A full or read-only disk must not lose a result: then nothing is kept."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        temporary = path.with_suffix(f".{os.getpid()}.part")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     except OSError:
         return
 
@@ -94,11 +94,11 @@ def write_whole(path: Path, text: str) -> None:
 def model_key(description: Description) -> str:
     """Return what tells a model from others, for this version of the package and of what it rests on."""
     shapes = sorted((name, *shape) for name, shape in description.shapes.items())
-    frozen = sorted(name for name, one in description.skeleton.named_parameters() if not one.requires_grad)
+    frozen = sorted(name for name, parameter in description.skeleton.named_parameters() if not parameter.requires_grad)
     config = description.config
     attention = getattr(config, "_attn_implementation", None)
-    said = "" if config is None else config.to_json_string()
-    return f"{_sources()} {description.architecture} {said} {attention} {description.changed} {shapes} {frozen}"
+    config_text = "" if config is None else config.to_json_string()
+    return f"{_sources()} {description.architecture} {config_text} {attention} {description.changed} {shapes} {frozen}"
 
 
 @cache

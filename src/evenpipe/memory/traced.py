@@ -103,7 +103,7 @@ class StageTracer:
     """
 
     def __init__(
-        self, description: Description, how: Tracing, cut: ModelCut | None = None, files: TraceFiles | None = None
+        self, description: Description, tracing: Tracing, cut: ModelCut | None = None, files: TraceFiles | None = None
     ) -> None:
         handed_on = description.structure.handed_on
         if handed_on != (hidden_of_width(description.hidden_size),):
@@ -111,14 +111,14 @@ class StageTracer:
                 f"model: the layers of {description.architecture} hand on {', '.join(map(str, handed_on))}, and memory"
                 " is estimated only for hidden states as wide as the embedding"
             )
-        self._description, self._how, self._cut, self._files = description, how, cut, files
-        self._tokens = how.sequence if how.piece is None else how.piece.tokens
-        if how.layout is not None:
-            self._tokens //= how.layout.cp
-        self._prime = prime_for([how.sequence, self._tokens, *map(math.prod, description.shapes.values())])
+        self._description, self._tracing, self._cut, self._files = description, tracing, cut, files
+        self._tokens = tracing.sequence if tracing.piece is None else tracing.piece.tokens
+        if tracing.layout is not None:
+            self._tokens //= tracing.layout.cp
+        self._prime = prime_for([tracing.sequence, self._tokens, *map(math.prod, description.shapes.values())])
         self._kinds = kinds_of_layers(description)
         self._traces: dict[tuple[Any, ...], LineTrace] = {}
-        self._made: dict[tuple[Any, ...], Trace] = {}
+        self._sized_traces: dict[tuple[Any, ...], Trace] = {}
 
     def stage(
         self,
@@ -140,20 +140,24 @@ class StageTracer:
         Raises:
             InputError: the stage cannot be run without values.
         """
-        every = (checkpointing,) * self._description.layers if isinstance(checkpointing, str) else tuple(checkpointing)
-        choices = every[first:last]
+        all_choices = (
+            (checkpointing,) * self._description.layers if isinstance(checkpointing, str) else tuple(checkpointing)
+        )
+        choices = all_choices[first:last]
         moves = tuple(layer not in kept_layers for layer in range(first, last))
-        repeats = self._cut is not None and self._how.layout is None  # of R, for which tensor ranks keep more
-        found = self._stage(first, choices, moves, (is_first, is_last, False), sequences)
-        if self._how.recompute and (repeats or any(choice != "none" for choice in choices)):
+        repeats = self._cut is not None and self._tracing.layout is None  # of R, for which tensor ranks keep more
+        stage_bytes = self._stage(first, choices, moves, (is_first, is_last, False), sequences)
+        if self._tracing.recompute and (repeats or any(choice != "none" for choice in choices)):
             plain = ("none",) * len(choices)
-            found = replace(found, recomputed=self._stage(first, plain, moves, (is_first, is_last, repeats), sequences))
-        return found
+            stage_bytes = replace(
+                stage_bytes, recomputed=self._stage(first, plain, moves, (is_first, is_last, repeats), sequences)
+            )
+        return stage_bytes
 
     def layer(self, layer: int, checkpointing: str, sequences: int) -> LayerBytes:
         """Return the bytes that one layer adds to a stage. Raises InputError as `stage`."""
-        alike = ((self._kinds[layer], checkpointing, True),)
-        trace, _ = self._trace(layer, alike, (False, False, False), sequences, from_start=False)
+        run = ((self._kinds[layer], checkpointing, True),)
+        trace, _ = self._trace(layer, run, (False, False, False), sequences, from_start=False)
 
         def kept(name: str) -> int:
             grown = trace.grown.get(name)
@@ -176,65 +180,65 @@ class StageTracer:
         kinds = self._kinds[first : first + len(choices)]
         if all(moves) and self._can_join(kinds, choices):
             return self._joined(first, choices, ends, sequences)
-        trace, places = self._trace(first, tuple(zip(kinds, choices, moves, strict=True)), ends, sequences)
-        return trace.over(places)
+        trace, indices = self._trace(first, tuple(zip(kinds, choices, moves, strict=True)), ends, sequences)
+        return trace.over(indices)
 
     def _can_join(self, kinds: Sequence[int], choices: Sequence[str]) -> bool:
         """Return whether equal layers have several choices, and those that keep least come first: what layers share
         then lives as long as with the first choice alone. Tensor ranks gather for one layer during another's W."""
-        by_keeping, apart = sorted(choices, key=_LEAST_FIRST.index), self._cut is None or self._how.backwards == "whole"
-        return apart and len(set(kinds)) == 1 < len(set(choices)) and list(choices) == by_keeping
+        by_keeping = sorted(choices, key=_LEAST_FIRST.index)
+        independent = self._cut is None or self._tracing.backwards == "whole"
+        return independent and len(set(kinds)) == 1 < len(set(choices)) and list(choices) == by_keeping
 
     def _joined(self, first: int, choices: Sequence[str], ends: _Ends, sequences: int) -> StageBytes:
         """Return the bytes of such layers, each as in a stage where all have its choice."""
         kind = self._kinds[first]
-        made = {
+        by_choice = {
             choice: self._trace(first, ((kind, choice, True),) * len(choices), ends, sequences)
             for choice in set(choices)
         }
-        traces, (_, places) = [made[choice][0] for choice in choices], made[choices[0]]
-        found = traces[0].over(places, traces)
+        traces, (_, indices) = [by_choice[choice][0] for choice in choices], by_choice[choices[0]]
+        stage_bytes = traces[0].over(indices, traces)
         if choices[-1] != "none":
-            return found
-        plain = made["none"][
-            0
-        ].moved  # its first layer is also the first that saves tables of positions, which it moves
-        assert found.moved is not None
-        return replace(found, moved=found.moved + plain[0] - plain[1])
+            return stage_bytes
+        # Its first layer is also the first that saves the tables of positions, which it moves.
+        moved = by_choice["none"][0].moved
+        assert stage_bytes.moved is not None
+        return replace(stage_bytes, moved=stage_bytes.moved + moved[0] - moved[1])
 
     def _trace(
-        self, first: int, alike: Sequence[_Layer], ends: _Ends, sequences: int, *, from_start: bool = True
+        self, first: int, layers: Sequence[_Layer], ends: _Ends, sequences: int, *, from_start: bool = True
     ) -> tuple[Trace, tuple[int, ...]]:
         """Return the trace of a run of a stage's layers, and for each layer the place in it of one like it.
         from_start: as of `Bench.trace`."""
-        start, width, places = window([alike.index(layer) for layer in alike])
-        run = tuple(alike[start : start + width])
-        made = run, ends, sequences, from_start
-        if made not in self._made:
-            alone = self._is_alone(sequences, exactly=from_start)
+        start, width, indices = window([layers.index(layer) for layer in layers])
+        run = tuple(layers[start : start + width])
+        sized_key = run, ends, sequences, from_start
+        if sized_key not in self._sized_traces:
+            separate = self._is_alone(sequences, exactly=from_start)
             rows = self._expert_rows(range(first + start, first + start + width), sequences)
-            key = run, ends, sequences if alone else self._prime, from_start, self._overlap(rows)
+            key = run, ends, sequences if separate else self._prime, from_start, self._overlap(rows)
             if key not in self._traces:
-                kept = None if self._files is None else self._files.read(self._how, *key)
-                self._traces[key] = kept or self._run(first + start, *key, lines=not alone)
-                if self._files is not None and kept is None:
-                    self._files.write(self._traces[key], self._how, *key)
-            self._made[made] = self._traces[key].at(sequences)
-        return self._made[made], places
+                stored = None if self._files is None else self._files.read(self._tracing, *key)
+                self._traces[key] = stored or self._run(first + start, *key, lines=not separate)
+                if self._files is not None and stored is None:
+                    self._files.write(self._traces[key], self._tracing, *key)
+            self._sized_traces[sized_key] = self._traces[key].at(sequences)
+        return self._sized_traces[sized_key], indices
 
     def _is_alone(self, sequences: int, *, exactly: bool) -> bool:
         """Return whether microbatches of this size have a trace of their own. exactly: to the row that travels to an
         expert."""
-        how = self._how
-        if how.compute_dtype == torch.float64 or (exactly and how.sharing.members > 1):
+        tracing = self._tracing
+        if tracing.compute_dtype == torch.float64 or (exactly and tracing.sharing.members > 1):
             return True
-        copies = how.piece is not None or (how.layout is not None and how.layout.copies_attention)
+        copies = tracing.piece is not None or (tracing.layout is not None and tracing.layout.copies_attention)
         return sequences == 1 and (copies or self._multiplies_scores)
 
     @cached_property
     def _multiplies_scores(self) -> bool:
         """Whether attention is no kernel's."""
-        kind, description = self._how.kernels.attention, self._description
+        kind, description = self._tracing.kernels.attention, self._description
         if kind != "sdpa" or description.config is None:
             return kind not in {"fused", "flash"}
         configs = filter(None, (vars(module).get("config") for module in description.skeleton.modules()))
@@ -253,20 +257,20 @@ class StageTracer:
     ) -> LineTrace:
         """lines: bytes that the sequences divide grow with them."""
         description, (is_first, is_last, repeats) = self._description, ends
-        layout = self._how.layout
+        layout = self._tracing.layout
         choices = [choice for _, choice, _ in run]
         indices = range(first, first + len(choices))
         held: dict[str, TensorPlacement | None] = {}
         if self._cut is not None:
             for index in indices:
-                held |= self._cut.placements(description, index, FirstRank.rank, self._how.ranks)
+                held |= self._cut.placements(description, index, FirstRank.rank, self._tracing.ranks)
         member = None
         if overlap is not None:  # of every sequence as many rows, where bytes are lines
             each, times = (1, sequences) if lines else (sequences, 1)
             member = FirstMember(self._expert_rows(indices, each), overlap, times)
             for index in indices:
                 held |= placements_of_experts(description, index, Spread(member, Routing(Running())), held)
-        ranks = self._how.ranks
+        ranks = self._tracing.ranks
         if layout is not None:  # ends compute on a rank's own rows
             is_end = is_first or (is_last and self._cut is not None and self._cut.end_is_whole)
             ranks = 1 if is_end else layout.rows
@@ -276,17 +280,18 @@ class StageTracer:
             last=first + len(choices),
             is_first=is_first,
             is_last=is_last,
-            dtype=self._how.parameter_dtype,
-            compute_dtype=self._how.compute_dtype,
+            dtype=self._tracing.parameter_dtype,
+            compute_dtype=self._tracing.compute_dtype,
             torch_device="meta",
             held=held,
             tensor_ranks=ranks,
         )
         stage = (ModuleStage if description.config is None else Stage)(description, part)
-        pairs = self._how.kernels.experts == "pairs"
+        pairs = self._tracing.kernels.experts == "pairs"
         for experts in filter(is_experts, stage.modules() if pairs and member is not None else ()):
-            of_layer: Any = experts
-            of_layer.num_experts = -(-of_layer.num_experts // self._how.sharing.members)  # and as many pairs meet them
+            layer_experts: Any = experts
+            # The number of pairs falls by the same factor.
+            layer_experts.num_experts = -(-layer_experts.num_experts // self._tracing.sharing.members)
         names = [f"{description.structure.layers_name}.{index}" for index in indices]
         exchange = shares = positions = None
         tokens = self._tokens
@@ -297,41 +302,41 @@ class StageTracer:
                 positions = self._tokens if not description.structure.first_parameters else None
         elif self._cut is not None:
             assert isinstance(stage, Stage)
-            exchange = FirstRank(self._how.ranks)
+            exchange = FirstRank(self._tracing.ranks)
             layers = {index: stage.get_submodule(name) for index, name in zip(indices, names, strict=True)}
-            again = [index for index, choice in zip(indices, choices, strict=True) if choice != "none"]
-            TensorCut(self._cut, exchange, again).apply(stage, layers)
+            checkpointed = [index for index, choice in zip(indices, choices, strict=True) if choice != "none"]
+            TensorCut(self._cut, exchange, checkpointed).apply(stage, layers)
         try:
-            emulation = emulated(stage, self._how.kernels, layout, on_cpu=self._how.on_cpu)
+            emulation = emulated(stage, self._tracing.kernels, layout, on_cpu=self._tracing.on_cpu)
             with without_memory(sequences if lines else None) as tracker, emulation:
                 give_storage(stage)
-                seen = None
-                if self._how.piece is not None:
+                piece_bench = None
+                if self._tracing.piece is not None:
                     OwnAttention().apply(stage, {})
-                    seen = PieceBench(self._how.piece, sequences, tracker.measure)
+                    piece_bench = PieceBench(self._tracing.piece, sequences, tracker.measure)
                 bench = Bench(
                     stage,
                     names,
                     choices,
                     argument=description.structure.layer_argument,
                     shape=(sequences, tokens, description.hidden_size),
-                    dtype=self._how.compute_dtype,
+                    dtype=self._tracing.compute_dtype,
                     tracker=tracker,
                     moves=[moves for *_, moves in run],
                     exchange=exchange,
                     repeats=repeats,
-                    piece=seen,
+                    piece_bench=piece_bench,
                     experts=not pairs if pairs or member is None else member,
                     shares=shares,
                     positions=positions,
                     holds_input=layout is not None and layout.holds_input,
                 )
                 return bench.trace(
-                    whole=self._how.backwards != "split",
-                    split=self._how.backwards != "whole",
-                    recompute=self._how.recompute,
+                    whole=self._tracing.backwards != "split",
+                    split=self._tracing.backwards != "whole",
+                    recompute=self._tracing.recompute,
                     # A first microbatch finds out what slices leave for each other.
-                    from_start=from_start or (seen is not None and seen.piece.carried),
+                    from_start=from_start or (piece_bench is not None and piece_bench.piece.carried),
                 )
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise InputError(
@@ -341,7 +346,7 @@ class StageTracer:
 
     def _expert_rows(self, layers: Iterable[int], sequences: int) -> dict[str, ExpertRows]:
         """Return what the experts of these layers exchange, by their names; nothing where one process has all."""
-        description, sharing = self._description, self._how.sharing
+        description, sharing = self._description, self._tracing.sharing
         if sharing.members == 1:
             return {}
         rows = {}
@@ -363,16 +368,16 @@ class StageTracer:
         """Return what runs beside such an exchange; None if there is none."""
         if not rows:
             return None
-        name, one = next(iter(rows.items()))
+        name, expert_rows = next(iter(rows.items()))
         layer = Layer(
-            tokens=one.tokens,
+            tokens=expert_rows.tokens,
             hidden_size=self._description.hidden_size,
             width=min(self._description.skeleton.get_submodule(name).get_parameter("down_proj").shape[1:]),
-            experts=one.experts,
-            choices=one.choices,
-            members=one.members,
+            experts=expert_rows.experts,
+            choices=expert_rows.choices,
+            members=expert_rows.members,
         )
-        return choose(self._how.sharing.options, layer).overlap
+        return choose(self._tracing.sharing.options, layer).overlap
 
 
 # --- layers that are alike -------------------------------------------------------------------------------------------
@@ -387,9 +392,11 @@ def kinds_of_layers(description: Description) -> tuple[int, ...]:
     Settings are plain attributes of modules, except their own number, and the per-layer settings of the config.
     """
     lists = [] if description.config is None else said_of_layers(description.config, description.layers)
-    found: dict[Any, int] = {}
+    numbers: dict[Any, int] = {}
     return tuple(
-        found.setdefault((_settings(description.layer(index)), tuple(str(one[index]) for one in lists)), len(found))
+        numbers.setdefault(
+            (_settings(description.layer(index)), tuple(str(values[index]) for values in lists)), len(numbers)
+        )
         for index in range(description.layers)
     )
 

@@ -78,10 +78,10 @@ class Tracker(TorchDispatchMode):
 
     def add(self, *tensors: Tensor) -> int:
         """Count existing tensors. Return the new bytes."""
-        before = self.live
+        initial = self.live
         for tensor in tensors:
             self._see(tensor)
-        return self.live - before
+        return self.live - initial
 
     @contextmanager
     def span(self) -> Iterator[Span]:
@@ -125,11 +125,11 @@ class Tracker(TorchDispatchMode):
             return
         living = self._living
 
-        def gone(_: object) -> None:
+        def on_freed(_: object) -> None:
             self.live -= living.pop(address)[0]
 
         # A resized storage is counted anew, without its first reference and callback.
         self.live += size - (0 if known is None else known[0])
-        living[address] = (size, weakref.ref(storage, gone))
+        living[address] = (size, weakref.ref(storage, on_freed))
         self.peak = max(self.peak, self.live)
         self.levels.see(self.live)

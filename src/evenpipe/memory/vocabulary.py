@@ -84,28 +84,28 @@ def vocabulary_bytes(
     if combining is not None:
         shard = split(shape.rows, placement.devices * tensor_parallel)[device * tensor_parallel]
         share, is_first = shard.tokens / shape.rows, device == placement.first_device
-        found = output_bytes(layer("S C T" if combining is Kind.C else "S T", shard, placement.devices, share))
+        vocabulary = output_bytes(layer("S C T" if combining is Kind.C else "S T", shard, placement.devices, share))
         embedding = _embedding(shape, shard, share)
         if is_first:
-            own_rows_of_all = shape.hidden // ranks
-            embedding = _with_ranks(replace(embedding, all_rows=own_rows_of_all), shape, ranks, own_rows_of_all)
-        return replace(found, embedding=embedding)
+            local_hidden = shape.hidden // ranks
+            embedding = _with_ranks(replace(embedding, all_rows=local_hidden), shape, ranks, local_hidden)
+        return replace(vocabulary, embedding=embedding)
     shard = split(shape.rows, tensor_parallel)[0]
     share = shard.tokens / shape.rows if ranks > 1 else 1.0
-    found = VocabularyBytes()
+    vocabulary = VocabularyBytes()
     if device == placement.last_device and loss == "evenpipe":
-        found, split_backward = (output_bytes(layer(passes, shard, 1, share)) for passes in WHOLE)
-        peaks = replace(found.peaks, gradient=split_backward.peaks.gradient, weight=split_backward.peaks.weight)
-        found = replace(found, peaks=peaks)
+        vocabulary, split_backward = (output_bytes(layer(passes, shard, 1, share)) for passes in WHOLE)
+        peaks = replace(vocabulary.peaks, gradient=split_backward.peaks.gradient, weight=split_backward.peaks.weight)
+        vocabulary = replace(vocabulary, peaks=peaks)
     elif device == placement.last_device:
         stream = shape.hidden if stream is None else stream
-        found = framework_head(layer("F B", shard, 1, share), loss, stream=stream, gathers=gathers)
+        vocabulary = framework_head(layer("F B", shard, 1, share), loss, stream=stream, gathers=gathers)
     if device == placement.first_device:
-        own = _embedding(shape, shard, share)
-        looked_up = own.rows if ranks > 1 else 0  # by every tensor rank, and likewise the gradients
-        embedding = EmbeddingBytes(backward_peak=own.backward_peak + looked_up, looked_up=looked_up)
-        found = replace(found, embedding=_with_ranks(embedding, shape, ranks, looked_up))
-    return found
+        lookup = _embedding(shape, shard, share)
+        looked_up = lookup.rows if ranks > 1 else 0  # by every tensor rank, and likewise the gradients
+        embedding = EmbeddingBytes(backward_peak=lookup.backward_peak + looked_up, looked_up=looked_up)
+        vocabulary = replace(vocabulary, embedding=_with_ranks(embedding, shape, ranks, looked_up))
+    return vocabulary
 
 
 def batch_bytes(tokens: int, *, machine: Machine = "gpu", shards: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""The things that a device can hold, and the distinct moments of its step, as counts of them."""
+"""The allocations that a device can hold, and the distinct moments of its step, as counts of them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from evenpipe.schedule import Item
 from .bytes import PartBytes, StageBytes, VocabularyBytes
 
 NO_STAGE = -1
-"""Stage number of things without a stage."""
+"""Stage number of allocations without a stage."""
 
 Size = Callable[[StageBytes, VocabularyBytes], int]
-"""Bytes of the thing's stage, bytes of the vocabulary layers of the device -> bytes of the thing. Each is one object:
-things are equal if their sizes are the same."""
+"""Maps the bytes of the allocation's stage and of the device's vocabulary layers to the bytes of the allocation. Sizes are
+compared by identity: allocations are equal if their sizes are the same object."""
 
 
-class Thing(NamedTuple):
-    """A thing and its bytes."""
+class Allocation(NamedTuple):
+    """An allocation and its bytes."""
 
     size: Size
     stage: int
@@ -92,93 +92,93 @@ OUTPUT_WEIGHT_PEAK = of_vocabulary(lambda vocabulary: vocabulary.peaks.weight)
 
 
 @cache
-def peak(size: Size, stage: int = NO_STAGE) -> Thing:
-    return Thing(size, stage, TRANSIENT)
+def peak(size: Size, stage: int = NO_STAGE) -> Allocation:
+    return Allocation(size, stage, TRANSIENT)
 
 
 @cache
-def input_of(stage: int) -> Thing:
-    return Thing(INPUT, stage, ACTIVATIONS)
+def input_of(stage: int) -> Allocation:
+    return Allocation(INPUT, stage, ACTIVATIONS)
 
 
 @cache
-def output_buffer(stage: int) -> Thing:
+def output_buffer(stage: int) -> Allocation:
     """Return a stage's output, on its way to the next stage; or on the way back the gradient of it."""
-    return Thing(OUTPUT, stage, BUFFERS)
+    return Allocation(OUTPUT, stage, BUFFERS)
 
 
 @cache
-def input_buffer(stage: int) -> Thing:
+def input_buffer(stage: int) -> Allocation:
     """Return a stage's input, as it arrives; or the gradient of it, on its way back."""
-    return Thing(INPUT, stage, BUFFERS)
+    return Allocation(INPUT, stage, BUFFERS)
 
 
 @cache
-def moved_of(stage: int) -> tuple[Thing, Thing]:
+def moved_of(stage: int) -> tuple[Allocation, Allocation]:
     """Return the bytes left by a forward with copies, including its input: those that go to the host, and those that
     stay."""
-    return Thing(COPIED, stage, ACTIVATIONS), Thing(UNCOPIED, stage, ACTIVATIONS)
+    return Allocation(COPIED, stage, ACTIVATIONS), Allocation(UNCOPIED, stage, ACTIVATIONS)
 
 
 @cache
-def gradient_of(stage: int) -> Thing:
+def gradient_of(stage: int) -> Allocation:
     """Return the input of B: the gradient of the stage's output."""
-    return Thing(OUTPUT, stage, ACTIVATIONS)
+    return Allocation(OUTPUT, stage, ACTIVATIONS)
 
 
 @cache
-def gradient_parts(stage: int) -> tuple[Thing, Thing]:
+def gradient_parts(stage: int) -> tuple[Allocation, Allocation]:
     """Return gradients of the stage's parameters: those that I computes, and the rest."""
     return _of_all(INPUT_GRADIENTS, stage, GRADIENTS), _of_all(WEIGHT_GRADIENTS, stage, GRADIENTS)
 
 
 @cache
-def carry_of(stage: int) -> tuple[Thing, Thing]:
+def carry_of(stage: int) -> tuple[Allocation, Allocation]:
     """Return the keys and values of whole sequences that slices share, and their gradients."""
     return _of_all(CARRIED, stage, CARRY), _of_all(CARRIED_GRADIENTS, stage, CARRY)
 
 
-def _of_all(size: Size, stage: int, term: str) -> Thing:
-    """Return a thing that is the same for all slices."""
-    return Thing(size, stage, term, 0)
+def _of_all(size: Size, stage: int, term: str) -> Allocation:
+    """Return an allocation that is the same for all slices."""
+    return Allocation(size, stage, term, 0)
 
 
-class PartThings(NamedTuple):
+class PartAllocations(NamedTuple):
     """What the items about a part's parameters hold, for a stage or a vocabulary matrix."""
 
-    gradients: tuple[Thing, ...]
-    gathered: Thing
-    gathering_peak: Thing
-    reduced: Thing
-    reducing_peak: Thing
+    gradients: tuple[Allocation, ...]
+    gathered: Allocation
+    gathering_peak: Allocation
+    reduced: Allocation
+    reducing_peak: Allocation
 
 
-def part_things(
-    part: Callable[[StageBytes, VocabularyBytes], PartBytes], stage: int, gradients: tuple[Thing, ...]
-) -> PartThings:
-    """Return the things with bytes in the `PartBytes` that `part` returns."""
-    return PartThings(
+def part_allocations(
+    part: Callable[[StageBytes, VocabularyBytes], PartBytes], stage: int, gradients: tuple[Allocation, ...]
+) -> PartAllocations:
+    """Return the allocations with bytes in the `PartBytes` that `part` returns."""
+    return PartAllocations(
         gradients,
-        _of_all(lambda *given: part(*given).gathered, stage, PARAMETERS),
-        _of_all(lambda *given: part(*given).gathering_peak, stage, TRANSIENT),
-        _of_all(lambda *given: part(*given).summed, stage, GRADIENTS),
-        _of_all(lambda *given: part(*given).reducing_peak, stage, TRANSIENT),
+        _of_all(lambda *args: part(*args).gathered, stage, PARAMETERS),
+        _of_all(lambda *args: part(*args).gathering_peak, stage, TRANSIENT),
+        _of_all(lambda *args: part(*args).summed, stage, GRADIENTS),
+        _of_all(lambda *args: part(*args).reducing_peak, stage, TRANSIENT),
     )
 
 
 @cache
-def parameters_of(stage: int) -> PartThings:
-    """Return the things of a stage's own parameters."""
-    return part_things(lambda found, _: found.parameters, stage, gradient_parts(stage))
+def parameters_of(stage: int) -> PartAllocations:
+    """Return the allocations of a stage's own parameters."""
+    return part_allocations(lambda stage_bytes, _: stage_bytes.parameters, stage, gradient_parts(stage))
 
 
-def _vocabulary(size: Callable[[VocabularyBytes], int], term: str = VOCABULARY) -> Thing:
-    return Thing(of_vocabulary(size), NO_STAGE, term)
+def _vocabulary(size: Callable[[VocabularyBytes], int], term: str = VOCABULARY) -> Allocation:
+    return Allocation(of_vocabulary(size), NO_STAGE, term)
 
 
-def _matrix(part: Callable[[VocabularyBytes], PartBytes]) -> PartThings:
+def _matrix(part: Callable[[VocabularyBytes], PartBytes]) -> PartAllocations:
     gradients = _of_all(of_vocabulary(lambda vocabulary: part(vocabulary).gradients), NO_STAGE, GRADIENTS)
-    return part_things(lambda _, vocabulary: part(vocabulary), NO_STAGE, (gradients,))
+    return part_allocations(lambda _, vocabulary: part(vocabulary), NO_STAGE, (gradients,))
 
 
 LOOKED_UP = _vocabulary(lambda vocabulary: vocabulary.embedding.looked_up)
@@ -200,7 +200,7 @@ EMBEDDING_PART = _matrix(lambda vocabulary: vocabulary.embedding.parameters)
 (OUTPUT_GRADIENTS,), (EMBEDDING_GRADIENTS,) = OUTPUT_PART.gradients, EMBEDDING_PART.gradients
 
 ROOMS = (HANDED_ON.size, ROOM.size)
-"""Sizes of things that are held between steps."""
+"""Sizes of allocations that are held between steps."""
 
 # --- moments ---------------------------------------------------------------------------------------------------------
 
@@ -211,21 +211,21 @@ COUNT = np.dtype(np.int32)
 class Walk:
     """The distinct moments of a device's step."""
 
-    things: tuple[Thing, ...]
+    allocations: tuple[Allocation, ...]
     counts: NDArray[np.int32]
-    """By moment: how many of each thing are held."""
+    """By moment: how many of each allocation are held."""
     above: tuple[int, ...]
-    """By moment: the number of an additional thing during a pass, or -1."""
+    """By moment: the number of an additional allocation during a pass, or -1."""
     items: tuple[Item | None, ...]
     """The item of the row at which each moment comes first; None before the first item."""
-    after: tuple[int, ...]
+    moments_after: tuple[int, ...]
     """For each item of the row, the moment after it."""
     rooms: tuple[int, ...]
-    """Counts of things held between steps, without gradients: buffers that one microbatch passes to the next."""
+    """Counts of allocations held between steps, without gradients: buffers that one microbatch passes to the next."""
 
 
 class Moments:
-    """Counts things along a row, and records every new moment.
+    """Counts allocations along a row, and records every new moment.
 
     Attributes:
         item: the current pass or transfer; None before the first.
@@ -235,71 +235,74 @@ class Moments:
     def __init__(self) -> None:
         self.item: Item | None = None
         self.slice = 0
-        self._number: dict[Thing, int] = {}
-        self._seen: dict[tuple[Thing, int], int] = {}
-        """The same by the thing as it is named and the slice of the pass, which is quicker."""
+        self._number: dict[Allocation, int] = {}
+        self._seen: dict[tuple[Allocation, int], int] = {}
+        """The same by the allocation as it is named and the slice of the pass, which is quicker."""
         self._counts = array(COUNT.char)
-        self._found: dict[tuple[bytes, int], int] = {}
+        self._moment_numbers: dict[tuple[bytes, int], int] = {}
         """Numbers of moments, by the bytes of their counts, which are quicker than tuples, and what is on top."""
         self._items: list[Item | None] = []
-        self._after: list[int] = []
+        self._moments_after: list[int] = []
 
-    def here(self, *things: Thing) -> tuple[Thing, ...]:
-        """Return the things of the current slice, to drop them later."""
-        return tuple(one._replace(slice=self.slice) if one.slice is None else one for one in things)
+    def in_current_slice(self, *allocations: Allocation) -> tuple[Allocation, ...]:
+        """Return the allocations of the current slice, to drop them later."""
+        return tuple(
+            allocation._replace(slice=self.slice) if allocation.slice is None else allocation
+            for allocation in allocations
+        )
 
-    def _of(self, thing: Thing) -> int:
-        key = thing, self.slice
+    def _of(self, allocation: Allocation) -> int:
+        key = allocation, self.slice
         number = self._seen.get(key)
         if number is None:
-            (thing,) = self.here(thing)
-            number = self._seen[key] = self._number.setdefault(thing, len(self._counts))
+            (allocation,) = self.in_current_slice(allocation)
+            number = self._seen[key] = self._number.setdefault(allocation, len(self._counts))
             if number == len(self._counts):
                 self._counts.append(0)
         return number
 
-    def hold(self, *things: Thing) -> None:
+    def hold(self, *allocations: Allocation) -> None:
         """Hold one more of each."""
-        for thing in things:
-            self._counts[self._of(thing)] += 1
+        for allocation in allocations:
+            self._counts[self._of(allocation)] += 1
 
-    def drop(self, *things: Thing) -> None:
+    def drop(self, *allocations: Allocation) -> None:
         """Hold one less of each."""
-        for thing in things:
-            number = self._of(thing)
-            assert self._counts[number] > 0, f"{label_of(self.item)}: {thing} is dropped but was not held"
+        for allocation in allocations:
+            number = self._of(allocation)
+            assert self._counts[number] > 0, f"{label_of(self.item)}: {allocation} is dropped but was not held"
             self._counts[number] -= 1
 
-    def moment(self, above: Thing | None = None) -> int:
-        """Record a moment of the current pass, with a thing on top. Return its number."""
+    def moment(self, above: Allocation | None = None) -> int:
+        """Record a moment of the current pass, with an allocation on top. Return its number."""
         number = -1 if above is None else self._of(above)
         key = self._counts.tobytes(), number
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = len(self._items)
+        index = self._moment_numbers.get(key)
+        if index is None:
+            index = self._moment_numbers[key] = len(self._items)
             self._items.append(self.item)
-        return found
+        return index
 
     def ends_item(self) -> None:
         """End an item of the row."""
-        self._after.append(self.moment())
+        self._moments_after.append(self.moment())
 
-    def held(self) -> Iterator[Thing]:
-        """Return the things held now."""
-        return (thing for thing, number in self._number.items() if self._counts[number])
+    def held(self) -> Iterator[Allocation]:
+        """Return the allocations held now."""
+        return (allocation for allocation, number in self._number.items() if self._counts[number])
 
     def walk(self) -> Walk:
         """Return the result. Things that appeared late count 0 in earlier moments."""
         width = COUNT.itemsize * len(self._counts)
-        counts = b"".join(found.ljust(width, b"\0") for found, _ in self._found)
+        counts = b"".join(row.ljust(width, b"\0") for row, _ in self._moment_numbers)
         held = zip(self._number, self._counts, strict=True)
         return Walk(
-            things=tuple(self._number),
-            counts=np.frombuffer(counts, dtype=COUNT).reshape(len(self._found), len(self._counts)),
-            above=tuple(above for _, above in self._found),
+            allocations=tuple(self._number),
+            counts=np.frombuffer(counts, dtype=COUNT).reshape(len(self._moment_numbers), len(self._counts)),
+            above=tuple(above for _, above in self._moment_numbers),
             items=tuple(self._items),
-            after=tuple(self._after),
-            rooms=tuple(count if thing.size in ROOMS else 0 for thing, count in held),
+            moments_after=tuple(self._moments_after),
+            rooms=tuple(count if allocation.size in ROOMS else 0 for allocation, count in held),
         )
 
 
