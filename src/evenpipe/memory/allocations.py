@@ -1,4 +1,4 @@
-"""The allocations that a device can hold, and the distinct moments of its step, as counts of them."""
+"""The allocations that a device can hold, and the distinct moments of its step as counts of allocations."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NO_STAGE = -1
 """Stage number of allocations without a stage."""
 
 Size = Callable[[StageBytes, VocabularyBytes], int]
-"""Maps the bytes of the allocation's stage and of the device's vocabulary layers to the bytes of the allocation. Sizes are
-compared by identity: allocations are equal if their sizes are the same object."""
+"""Maps the bytes of the allocation's stage and of the device's vocabulary layers to the bytes of the allocation. Sizes
+are compared by identity: equal allocations have the same object as their size."""
 
 
 class Allocation(NamedTuple):
@@ -30,7 +30,7 @@ class Allocation(NamedTuple):
     stage: int
     term: str
     slice: int | None = None
-    """Which slice of a sequence has this size; None: that of the current pass."""
+    """The slice of a sequence that has this size; None: the slice of the current pass."""
 
 
 PARAMETERS, ACTIVATIONS, VOCABULARY = "parameters", "activations", "vocabulary"
@@ -49,7 +49,7 @@ def of_vocabulary(size: Callable[[VocabularyBytes], int]) -> Size:
 
 @cache
 def recomputed(size: Size) -> Size:
-    """The size for a microbatch that has R."""
+    """The size for a microbatch that is recomputed (R)."""
     return lambda stage, vocabulary: size(stage.recomputed or stage, vocabulary)
 
 
@@ -70,7 +70,7 @@ BACKWARD_PEAK, INPUT_PEAK, WEIGHT_PEAK = (
     (of_stage(lambda stage: stage.peaks.input), of_stage(lambda stage: stage.first_input_peak)),
     (of_stage(lambda stage: stage.peaks.weight), of_stage(lambda stage: stage.first_weight_peak)),
 )
-"""Within B, I and W: if the gradients of parameters exist, and if it allocates them."""
+"""Within B, I and W: if the gradients of parameters exist, and if the pass allocates them."""
 
 
 def _copied_gradient(stage: StageBytes, vocabulary: VocabularyBytes) -> int:
@@ -78,7 +78,7 @@ def _copied_gradient(stage: StageBytes, vocabulary: VocabularyBytes) -> int:
 
 
 COPIED_GRADIENT: Size = _copied_gradient
-"""The gradient of the last stage's output, if it is another tensor than dX."""
+"""The gradient of the last stage's output, if it is not the same tensor as dX."""
 
 PLACING_PEAK = of_vocabulary(lambda vocabulary: vocabulary.embedding.placing_peak)
 PICKING_PEAK = of_vocabulary(lambda vocabulary: vocabulary.embedding.picking_peak)
@@ -103,20 +103,20 @@ def input_of(stage: int) -> Allocation:
 
 @cache
 def output_buffer(stage: int) -> Allocation:
-    """Return a stage's output, on its way to the next stage; or on the way back the gradient of it."""
+    """Return a stage's output on its way to the next stage, or its gradient on the way back."""
     return Allocation(OUTPUT, stage, BUFFERS)
 
 
 @cache
 def input_buffer(stage: int) -> Allocation:
-    """Return a stage's input, as it arrives; or the gradient of it, on its way back."""
+    """Return a stage's input as it arrives, or its gradient on the way back."""
     return Allocation(INPUT, stage, BUFFERS)
 
 
 @cache
 def moved_of(stage: int) -> tuple[Allocation, Allocation]:
-    """Return the bytes left by a forward with copies, including its input: those that go to the host, and those that
-    stay."""
+    """Return what a forward that is copied to the host leaves, including its input: the part that is moved, and the
+    part that stays."""
     return Allocation(COPIED, stage, ACTIVATIONS), Allocation(UNCOPIED, stage, ACTIVATIONS)
 
 
@@ -128,7 +128,7 @@ def gradient_of(stage: int) -> Allocation:
 
 @cache
 def gradient_parts(stage: int) -> tuple[Allocation, Allocation]:
-    """Return gradients of the stage's parameters: those that I computes, and the rest."""
+    """Return the gradients of the stage's parameters: those computed by I, and the others."""
     return _of_all(INPUT_GRADIENTS, stage, GRADIENTS), _of_all(WEIGHT_GRADIENTS, stage, GRADIENTS)
 
 
@@ -144,7 +144,7 @@ def _of_all(size: Size, stage: int, term: str) -> Allocation:
 
 
 class PartAllocations(NamedTuple):
-    """What the items about a part's parameters hold, for a stage or a vocabulary matrix."""
+    """What items such as UNSHARD hold for a part's parameters: those of a stage or of a vocabulary matrix."""
 
     gradients: tuple[Allocation, ...]
     gathered: Allocation
@@ -156,7 +156,7 @@ class PartAllocations(NamedTuple):
 def part_allocations(
     part: Callable[[StageBytes, VocabularyBytes], PartBytes], stage: int, gradients: tuple[Allocation, ...]
 ) -> PartAllocations:
-    """Return the allocations with bytes in the `PartBytes` that `part` returns."""
+    """Return the allocations whose sizes are in the `PartBytes` that `part` returns."""
     return PartAllocations(
         gradients,
         _of_all(lambda *args: part(*args).gathered, stage, PARAMETERS),
@@ -215,9 +215,9 @@ class Walk:
     counts: NDArray[np.int32]
     """By moment: how many of each allocation are held."""
     above: tuple[int, ...]
-    """By moment: the number of an additional allocation during a pass, or -1."""
+    """By moment: the index of an additional allocation during a pass, or -1."""
     items: tuple[Item | None, ...]
-    """The item of the row at which each moment comes first; None before the first item."""
+    """The item of the row at which each moment first occurs; None before the first item."""
     moments_after: tuple[int, ...]
     """For each item of the row, the moment after it."""
     rooms: tuple[int, ...]
@@ -229,7 +229,7 @@ class Moments:
 
     Attributes:
         item: the current pass or transfer; None before the first.
-        slice: of its sequence.
+        slice: its slice of a sequence.
     """
 
     def __init__(self) -> None:
@@ -237,15 +237,16 @@ class Moments:
         self.slice = 0
         self._number: dict[Allocation, int] = {}
         self._seen: dict[tuple[Allocation, int], int] = {}
-        """The same by the allocation as it is named and the slice of the pass, which is quicker."""
+        """The same numbers, by the allocation before its slice is filled in and the slice of the pass: faster."""
         self._counts = array(COUNT.char)
         self._moment_numbers: dict[tuple[bytes, int], int] = {}
-        """Numbers of moments, by the bytes of their counts, which are quicker than tuples, and what is on top."""
+        """Indices of moments, by the bytes of their counts (faster than tuples) and the number of the additional
+        allocation."""
         self._items: list[Item | None] = []
         self._moments_after: list[int] = []
 
     def in_current_slice(self, *allocations: Allocation) -> tuple[Allocation, ...]:
-        """Return the allocations of the current slice, to drop them later."""
+        """Return the allocations bound to the current slice, to drop them later."""
         return tuple(
             allocation._replace(slice=self.slice) if allocation.slice is None else allocation
             for allocation in allocations
@@ -262,19 +263,19 @@ class Moments:
         return number
 
     def hold(self, *allocations: Allocation) -> None:
-        """Hold one more of each."""
+        """Increase the count of each allocation by one."""
         for allocation in allocations:
             self._counts[self._of(allocation)] += 1
 
     def drop(self, *allocations: Allocation) -> None:
-        """Hold one less of each."""
+        """Decrease the count of each allocation by one."""
         for allocation in allocations:
             number = self._of(allocation)
             assert self._counts[number] > 0, f"{label_of(self.item)}: {allocation} is dropped but was not held"
             self._counts[number] -= 1
 
     def moment(self, above: Allocation | None = None) -> int:
-        """Record a moment of the current pass, with an allocation on top. Return its number."""
+        """Record a moment of the current pass, with an additional allocation. Return its index."""
         number = -1 if above is None else self._of(above)
         key = self._counts.tobytes(), number
         index = self._moment_numbers.get(key)
@@ -292,7 +293,7 @@ class Moments:
         return (allocation for allocation, number in self._number.items() if self._counts[number])
 
     def walk(self) -> Walk:
-        """Return the result. Things that appeared late count 0 in earlier moments."""
+        """Return the result. Allocations that appeared late have count 0 in earlier moments."""
         width = COUNT.itemsize * len(self._counts)
         counts = b"".join(row.ljust(width, b"\0") for row, _ in self._moment_numbers)
         held = zip(self._number, self._counts, strict=True)

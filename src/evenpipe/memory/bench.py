@@ -1,4 +1,4 @@
-"""One stage under the tracker: its passes as the runtime executes them, one microbatch after the other."""
+"""Runs the passes of one stage under the tracker, as the runtime executes them, one microbatch after another."""
 
 from __future__ import annotations
 
@@ -36,39 +36,39 @@ KEY = (0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Measurements of a run of layers, from which stages with more of the same layers follow."""
+    """Measurements of a run of layers, from which those of stages with more of the same layers are derived."""
 
     hidden: int
     """Bytes of the stage's input."""
     saves_input: bool
-    """Whether the graph keeps it."""
+    """Whether the graph keeps the input."""
     output: int
     stored: int
     moved: tuple[int, ...]
-    """Bytes that copies to the host carry of each layer, and last of the rest of the stage."""
+    """Bytes copied to the host for each layer, and last for the rest of the stage."""
     queued: int
     profiles: dict[str, Profile]
-    """By pass: "forward", "bare forward" (without a graph), "recompute", "backward", "input", "weight", and of the last
-    three also "first ...", before gradients exist."""
+    """By pass: "forward", "bare forward" (without a graph), "recompute", "backward", "input", "weight"; the last three
+    also as "first ...", before gradients exist."""
     gradients: tuple[int, ...]
-    """Bytes of gradients of each layer's parameters, and last of those outside of layers."""
+    """Bytes of the gradients of each layer's parameters, and last of parameters outside of layers."""
     input_gradients: tuple[int, ...]
-    """The part of them that I computes."""
+    """The part of the gradients that I computes."""
     carried: tuple[CarriedBytes, ...] = ()
-    """Of each layer, if sequences are cut into slices."""
+    """The carry of each layer, if sequences are cut into slices."""
     grown: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """By pass, the bytes by which each layer makes the carry larger, which are not stored or queued."""
+    """By pass, the bytes that each layer adds to the carry, which are not stored or queued."""
     gathered: int = 0
     """Bytes of the keys and values that a layer gathers from context ranks."""
 
     def over(self, indices: Sequence[int], traces: Sequence[Trace] = ()) -> StageBytes:
-        """Return the measurements for a stage whose i-th layer is like the one at `places[i]` of the i-th trace, by
-        default this one, which has its ends."""
+        """Return the measurements for a stage whose i-th layer is like layer `indices[i]` of the i-th trace. By default
+        every trace is this one; the ends of the stage are always like those of this trace."""
         sources = list(zip(traces or [self] * len(indices), indices, strict=True))
         profiles = dict(self.profiles)
         if traces:
             end, last_end = (trace.profiles["forward"].end for trace in (self, traces[-1]))
-            # The last layer's input, which has the size of its output, is freed right behind it if only others keep it.
+            # The last layer's input, as large as its output, is freed right after the layer unless the layer keeps it.
             freed = self.output if end.kept - last_end.kept >= self.output else 0
             profiles["forward"] = replace(profiles["forward"], end=Stretch(last_end.above, end.kept - freed))
         total = {
@@ -117,7 +117,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineTrace:
-    """A trace for any number of sequences. Bytes are lines (`lines`); fields as of `Trace`."""
+    """A trace for any number of sequences. Bytes are lines (`lines`); fields are those of `Trace`."""
 
     hidden: int
     kept_input: int
@@ -125,7 +125,7 @@ class LineTrace:
     output: int
     stored: int
     moved: tuple[tuple[int, ...], ...]
-    """Of every tensor that can move, which small ones do not."""
+    """For each layer, the size of every tensor that can move; small tensors do not move."""
     queued: int
     profiles: dict[str, LineProfile]
     gradients: tuple[int, ...]
@@ -158,7 +158,7 @@ class LineTrace:
 
 
 class _Queue(WeightGradients):
-    """The runtime's queue, which also reports the parameters that W has reached."""
+    """The runtime's queue, which also reports each parameter that W reaches."""
 
     def __init__(self, on_reached: Callable[[nn.Parameter], None]) -> None:
         super().__init__()
@@ -178,20 +178,21 @@ class Bench:
     """Runs the passes of one stage.
 
     Args:
-        stage: with tensors that the tracker counts.
-        names: of the modules of its layers, first to last.
+        stage: a stage whose tensors the tracker counts.
+        names: names of its layers' modules, first to last.
         choices: the checkpointing of each layer.
-        moves: for each layer, whether its saved tensors can go to the host; None: for all.
+        moves: for each layer, whether its saved tensors can go to the host; None: all can.
         argument: the name of the hidden states in the layers' signature.
-        shape: of the hidden states, [sequences, tokens, hidden_size]; `dtype` is theirs.
-        exchange: of the tensor ranks that the stage was made for; None for one.
-        repeats: every forward is that of R, for which these keep more.
-        piece: of every sequence; `shape` is that of the piece. None: whole sequences.
-        experts: whether our function runs them, otherwise what the model's config names; or the member of a group whose
-            experts the stage has.
-        shares: changes the stage before it runs, which has this queue of weight gradients.
-        positions: how many the stage is told of; None: those of its hidden states.
-        holds_input: the stage's input stays until the end of its backward.
+        shape: shape of the hidden states, [sequences, tokens, hidden_size].
+        dtype: dtype of the hidden states.
+        exchange: the exchange of the tensor ranks that the stage was made for; None for a single rank.
+        repeats: whether every forward runs as in R, for which tensor ranks keep more.
+        piece_bench: the piece of every sequence, to which `shape` then refers; None: whole sequences.
+        experts: whether our function runs the experts, instead of the one that the model's config names; or the member
+            of a group whose experts the stage has.
+        shares: called with the queue of weight gradients to change the stage before it runs.
+        positions: number of position ids that the stage gets; None: it gets none and counts its hidden states.
+        holds_input: whether the stage's input stays until the end of its backward.
     """
 
     def __init__(
@@ -253,10 +254,10 @@ class Bench:
         self._profiles: dict[str, LineProfile] = {}
 
     def trace(self, *, whole: bool = True, split: bool, recompute: bool, from_start: bool = True) -> LineTrace:
-        """Run every pass. Arguments as of `StageTracer`; from_start: also before gradients of parameters exist, and for
-        the bytes of copies to the host."""
+        """Run every pass. from_start: whether to run them also before gradients of parameters exist, and to measure the
+        bytes of copies to the host. Other arguments as for `StageTracer`."""
         gradients: tuple[int, ...] = ()
-        # What other slices leave in a carry is known after a first whole backward.
+        # What other slices leave in a carry is known only after a first whole backward.
         for is_split in [False] * (whole or self._piece_bench is not None) + [True] * split:
             for master in self._parameters.values():
                 master.grad = None if from_start else torch.empty_like(master)
@@ -295,8 +296,8 @@ class Bench:
     # --- one microbatch -----------------------------------------------------------------------------------------
 
     def _microbatch(self, *, first: bool = False, split: bool = False) -> tuple[int, ...]:
-        """Run F, and B or I and W. Return the bytes of the input, those of it that the graph keeps, those of the
-        output, and the stored and queued ones."""
+        """Run F, and B or I and W. Return the bytes of the input, of the part of it that the graph keeps, of the
+        output, and the stored and the queued bytes."""
         prefix, piece_bench = "first " if first else "", self._piece_bench
         if piece_bench is not None:
             piece_bench.begin()
@@ -332,7 +333,7 @@ class Bench:
         return size, kept_input, output_size, stored, queued
 
     def _repeat(self) -> None:
-        """Run F without a graph, and R; the backward behind it is like any other."""
+        """Run F without a graph, and R; the backward after it is like any other."""
         if self._piece_bench is not None:
             self._piece_bench.begin()
         hidden = torch.empty(self._shape, dtype=self._dtype)
@@ -370,7 +371,7 @@ class Bench:
         return graph
 
     def _gradient_sizes(self) -> tuple[int, ...]:
-        """Return bytes of existing gradients, per layer and last outside of layers."""
+        """Return the bytes of existing gradients, per layer, and last for parameters outside of layers."""
         sizes = [0] * (len(self._names) + 1)
         for name, master in self._parameters.items():
             indices = [index for index, layer in enumerate(self._names) if name.startswith(f"{layer}.")]
@@ -381,7 +382,7 @@ class Bench:
     # --- bytes of copies ----------------------------------------------------------------------------------------
 
     def _find_moved(self) -> None:
-        """Run F once more, as in `runtime/offload.py`: find the saved tensors, by the layer that saves them first."""
+        """Run F once more, as in `runtime/offload.py`, and find saved tensors by the layer that saves them first."""
         for tensor in (*self._stage.parameters(), *self._stage.buffers()):
             self._seen[tensor.untyped_storage()._cdata] = False
         self._index = len(self._names)
@@ -408,7 +409,7 @@ class Bench:
     # --- stretches ----------------------------------------------------------------------------------------------
 
     def _mark(self, _: Any = None) -> None:
-        """End one stretch, and begin the next one."""
+        """End the current stretch and begin the next one."""
         tracker = self._tracker
         self._marks.append(LineStretch(tracker.levels.above(self._began), tracker.live - self._began))
         self._begin()
@@ -420,7 +421,7 @@ class Bench:
 
     @contextmanager
     def _passing(self, name: str, *, backwards: bool = False) -> Iterator[None]:
-        """Run a pass inside."""
+        """Record the profile of the pass that runs inside."""
         self._marks.clear()
         self._weight_indices.clear()
         self._begin()

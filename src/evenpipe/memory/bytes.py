@@ -1,7 +1,7 @@
 """The bytes of one microbatch, pass by pass: the output of the trace and the input of the replay.
 
 All bytes are for one GPU (already divided by tensor and context parallelism). "Above" means above the live bytes at the
-start of the pass: its inputs were live, its result was not.
+start of the pass, when its inputs were live and its result was not.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class PartBytes:
     gradients: int = 0
     """Sums over the microbatches."""
     input_gradients: int = 0
-    """The part of them that I computes; W computes the rest."""
+    """The part of the gradients that I computes; W computes the rest."""
     gathered: int = 0
-    """Whole parameters, from UNSHARD to RESHARD; 0 if they are always there."""
+    """Whole parameters, from UNSHARD to RESHARD; 0 if they always exist."""
     gathering_peak: int = 0
-    """Above, while the first pass that uses them waits for them."""
+    """Peak while the first pass that uses the whole parameters waits for them, above."""
     reduced: int | None = None
     """Live from REDUCE_GRAD to the end of the step, in place of `gradients`; None: `gradients`."""
     reducing_peak: int = 0
@@ -41,8 +41,8 @@ class PartBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassPeaks:
-    """Peaks within the passes of one stage, above. The gradients of parameters exist already, except in those called
-    `first_...`."""
+    """Peaks within the passes of one stage, above. The gradients of parameters exist already, except for the peaks
+    called `first_...`."""
 
     forward: int = 0
     """Within F."""
@@ -57,13 +57,13 @@ class PassPeaks:
     bare_forward: int | None = None
     """Within an F that has an R; None: as `forward`."""
     first_backward: int | None = None
-    """Within a B that allocates the gradients of parameters; None: as if all of them existed from its start."""
+    """Within a B that allocates the gradients of parameters; None: as if it allocated all of them at its start."""
     first_input: int | None = None
     """The same for I."""
     first_weight: int | None = None
     """The same for W."""
     gathered: int = 0
-    """The part of them that is keys and values which a layer gathers from context ranks."""
+    """The part of these peaks that is keys and values gathered by a layer from context ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,26 +73,26 @@ class StageBytes:
     input: int
     """The stage's input, received or computed here: live from before F until the end of B (or I), if `saves_input`."""
     output: int
-    """The output of F, until it is sent or used; the gradient for B is as large. As large as the input, except in a
-    first stage that gets all tokens and leaves a tensor rank's."""
+    """The output of F, until it is sent or used; the gradient for B has the same size. As large as the input, except in
+    a first stage that gets all tokens and returns those of one tensor rank."""
     stored: int
     """Stored by F for the backward, besides its input and its output."""
     moved: int | None = None
-    """The part of `input` and `stored` that copies to the host and back carry; None: all of it."""
+    """The part of `input` and `stored` that is copied to the host and back; None: all of it."""
     queued: int
     """Live between I and W: inputs and output gradients of linear layers."""
     saves_input: bool = True
-    """Whether the graph of F keeps the input. If not, F frees it at its end."""
+    """Whether the graph of F keeps the input. If not, the input is freed at the end of F."""
     peaks: PassPeaks = field(default_factory=PassPeaks)
     recomputed: StageBytes | None = None
-    """Bytes of microbatches that have R, whose layers keep everything whatever their checkpointing; None: the same."""
+    """Bytes of microbatches that have R, whose layers keep everything regardless of checkpointing; None: the same."""
     parameters: PartBytes = field(default_factory=PartBytes)
     """Parameters of the stage, without vocabulary matrices."""
     carried: int = 0
-    """The carry of whole sequences: their keys and values, from the first slice's F to its B (or I). Passes of slices
-    have it in their peaks."""
+    """The carry of whole sequences: their keys and values, from the first slice's F to its B (or I). Peaks of a slice's
+    passes include it."""
     carried_gradients: int = 0
-    """The gradients of these, from the last slice's B (or I) to the first one's."""
+    """The gradients of the carry, from the last slice's B (or I) to the first slice's."""
 
     @property
     def bare_forward_peak(self) -> int:
@@ -108,19 +108,19 @@ class StageBytes:
 
     @property
     def first_input_peak(self) -> int:
-        """The same of I."""
+        """The same for I."""
         first = self.peaks.first_input
         return self.peaks.input + self.parameters.input_gradients if first is None else first
 
     @property
     def first_weight_peak(self) -> int:
-        """The same of W."""
+        """The same for W."""
         first = self.peaks.first_weight
         return self.peaks.weight + self.parameters.weight_gradients if first is None else first
 
     @property
     def uncopied(self) -> int:
-        """The rest of `input` and `stored`."""
+        """The part of `input` and `stored` that is not copied."""
         return self._of_graph - self.copied
 
     @property
@@ -139,18 +139,18 @@ class StageBytes:
 
 
 class LayerBytes(NamedTuple):
-    """What one layer adds to a stage and microbatch, without what it shares with others."""
+    """Bytes that one layer adds to a stage and microbatch, without those that it shares with other layers."""
 
     waiting: int
-    """Between its forward and its backward, its input among it."""
+    """Between its forward and its backward, including its input."""
     queued: int
     """Between I and W."""
     passing: int
     """The peak within a pass, above what the layer keeps."""
     turning: int
-    """The peak within a pass that begins its backward, above."""
+    """The peak within the pass that begins its backward (B or I), above."""
     carried: int
-    """Keys and values of whole sequences, if these are cut into slices."""
+    """Keys and values of whole sequences, if sequences are cut into slices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,12 +162,12 @@ class EmbeddingBytes:
     all_rows: int = 0
     """At the first stage: the received rows of all devices, or their gradients."""
     looked_up: int = 0
-    """Rows that the first stage's F keeps until its end besides its input, if they do not come from other devices: a
-    tensor rank's own."""
+    """A tensor rank's local rows, which the first stage's F keeps until its end besides its input, if no rows come from
+    other devices."""
     placing_peak: int = 0
-    """Peak within the first stage's F while tensor ranks bring their rows together, above its other tensors."""
+    """Peak within the first stage's F while tensor ranks combine their rows, above its other tensors."""
     picking_peak: int = 0
-    """Peak at the end of the first stage's B while they sum the gradients of all rows, above."""
+    """Peak at the end of the first stage's B while tensor ranks sum the gradients of all rows, above."""
     forward_peak: int = 0
     """Peak within E, above."""
     backward_peak: int = 0
@@ -183,10 +183,10 @@ class OutputPeaks:
     output: int = 0
     """Within S."""
     combine: int = 0
-    """While the loss is finished (at the start of C, of T with two barriers, at the end of an F that contains the
-    output layer)."""
+    """While the loss is finished: at the start of C, at the start of T with two barriers, or at the end of an F that
+    contains the output layer."""
     gradient: int = 0
-    """While dX is computed (in C after the loss is finished, in the I of a stage that contains the output layer)."""
+    """While dX is computed: in C after the loss is finished, or in the I of a stage that contains the output layer."""
     backward: int = 0
     """Within T; if the output layer is part of a stage, at the start of its B."""
     weight: int = 0
@@ -195,19 +195,19 @@ class OutputPeaks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyBytes:
-    """Bytes of the vocabulary layers of one device and one microbatch; zeros if it has none. All but `embedding` is
-    about the output layer."""
+    """Bytes of the vocabulary layers of one device and one microbatch; zeros if it has none. All fields but `embedding`
+    describe the output layer."""
 
     embedding: EmbeddingBytes = field(default_factory=EmbeddingBytes)
     hidden: int = 0
     """X: the last hidden states as every shard receives them."""
     stored: int = 0
-    """Stored by S (or by a forward that contains the output layer) for C and T, also what these need
-    of X; without `handed_on`."""
+    """Stored by S (or by a forward that contains the output layer) for C and T, including the part of X that they need;
+    without `handed_on`."""
     product: int = 0
     """The part of `stored` that C frees (one barrier)."""
     handed_on: int = 0
-    """Stored by S too, but not freed by T: the next S takes it over (tensors in the memory of a CPU)."""
+    """Stored by S too, but not freed by T: the next S reuses it (on a CPU)."""
     room: int = 0
     """Memory that is kept from one microbatch to the next, besides that of microbatches in flight."""
     statistics: int = 0
@@ -231,14 +231,14 @@ class StateBytes:
     gradients: int
     optimizer: int
     copies: int = 0
-    """Parameters in the dtype of the computation, if they are kept in another."""
+    """Parameters in the dtype of the computation, if their own dtype differs."""
     unsharded: int = 0
-    """The largest parameters and gradients that are whole at one moment, if that is not for items of the program to
-    say."""
+    """The most bytes of whole parameters and gradients at one moment, if items of the program do not determine them."""
     summing_peak: int = 0
-    """Above all that is left after the passes, while tensor ranks sum the gradients of what several of them hold."""
+    """Peak while tensor ranks sum the gradients of parameters that several of them hold, above what is live after the
+    passes."""
     step_peak: int = 0
-    """Above all of these, during the optimizer step."""
+    """Peak during the optimizer step, above all of these."""
 
     @property
     def total(self) -> int:
@@ -255,7 +255,7 @@ class DeviceMemory:
     """The peak of one device, and its parts at that moment."""
 
     peak: int
-    """Bytes of tensors: as `torch.cuda.max_memory_allocated` counts, except for the rounding of the allocator."""
+    """Bytes of tensors: `torch.cuda.max_memory_allocated` without the rounding of the allocator."""
     binding_event: str
     """The moment: "F of stage 0, microbatch 3", "optimizer step", ..."""
     terms: dict[str, int] = field(default_factory=dict)

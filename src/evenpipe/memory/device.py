@@ -26,13 +26,13 @@ class StageHeld(NamedTuple):
     """Parameters of stages, without vocabulary matrices."""
 
     non_experts: Held
-    """All of them, unless members of a group share experts."""
+    """All parameters; without experts if the members of a group share them."""
     experts: Held
-    """Of a member, which only the same member of other groups has too."""
+    """One member's experts, of which only the same member of other groups has replicas."""
 
 
 class SliceBytes(NamedTuple):
-    """Bytes of one slice of every sequence of a microbatch; of whole ones, if these are not cut."""
+    """Bytes of one slice of every sequence of a microbatch, or of whole sequences if they are not cut."""
 
     stages: Mapping[int, StageBytes]
     vocabulary: VocabularyBytes
@@ -107,7 +107,7 @@ class DeviceBytes:
 
     def memory(self, plan: Planned, settings: Settings, device: int, *, curve: bool = False) -> DeviceMemory:
         """Return the peak of the device over a step. curve: as for `Replay.memory`."""
-        # Divided by this unit, microbatches of other sizes use the same replay.
+        # In this unit, microbatches of other sizes share a replay.
         unit = math.gcd(*(slice_bytes.tokens for slice_bytes in self.slices))
         replay = plan.replay(
             device,
@@ -119,9 +119,9 @@ class DeviceBytes:
         return replay.memory(*first, self.state, later=later, batch=self.fixed, curve=curve)
 
     def host(self, row: Sequence[Item | None]) -> int:
-        """Return the most bytes in slots of host memory at one moment of the device's row, without rounding to pages:
-        activations, from O until they are copied back (L)."""
-        # A forward that has R keeps only its input.
+        """Return the peak bytes in slots of host memory over the device's row, without rounding to pages: activations,
+        from O until they are copied back (L)."""
+        # The forward of a microbatch that has R keeps only its input.
         passes = list(parts_in(row))
         recomputed = {(pass_.stage, pass_.microbatch, pass_.slice) for pass_ in passes if pass_.kind is Kind.R}
         held = highest = 0
@@ -136,7 +136,7 @@ class DeviceBytes:
 
 
 def copied_bytes(source: ModelBytes, plan: Planned, settings: Settings) -> tuple[int, ...]:
-    """Return, by stage, the bytes of a copy of one microbatch's activations to the host, or back. Raises InputError as
+    """Return, by stage, the bytes of copying one microbatch's activations to the host, or back. Raises InputError like
     `DeviceBytes.of`."""
     pieces = settings.pieces(source.description, source.row_work)
     return tuple(
@@ -151,7 +151,7 @@ def _with_parameters(stage: StageBytes, parameters: PartBytes) -> StageBytes:
 
 
 def _stage(source: ModelBytes, plan: Planned, settings: Settings, stage: int, piece: Piece | None) -> StageBytes:
-    """Return the bytes of a stage, but for its parameters."""
+    """Return the bytes of a stage, without those of its parameters."""
     placement = plan.program.placement
     bounds, kinds = plan.bounds[stage], plan.kinds[placement.stage_device[stage]]
     ends = (stage == 0, stage == placement.last_stage)
@@ -159,7 +159,7 @@ def _stage(source: ModelBytes, plan: Planned, settings: Settings, stage: int, pi
 
 
 def _with_gradients(stage: StageBytes, dtypes: Dtypes) -> StageBytes:
-    """Return a stage with gradients in their type: the trace has them in that of the masters."""
+    """Return a stage with gradients in their dtype: the trace has them in that of the masters."""
     if dtypes.gradients == dtypes.masters:
         return stage
     input_gradients = (
@@ -192,7 +192,7 @@ def _held(source: ModelBytes, plan: Planned, settings: Settings, stage: int) -> 
 
 
 def _replicas(settings: Settings) -> tuple[int, int]:
-    """Return over how many replicas the two kinds of parameters are spread, or summed."""
+    """Return the number of replicas over which each field of `StageHeld` is sharded, or its gradients summed."""
     parallelism = settings.parallelism
     return parallelism.shards, parallelism.shards // parallelism.ep
 
@@ -226,7 +226,7 @@ def _rows(source: ModelBytes, plan: Planned, settings: Settings, device: int) ->
 
 
 def _vocabulary_shape(source: ModelBytes, settings: Settings, piece: Piece | None) -> VocabularyShape:
-    """A piece has labels of all of its tokens, but for the last one of a sequence, which the first rank has."""
+    """All tokens of a piece have labels, except the last token of a sequence, which the first rank holds."""
     description, sequences = source.description, settings.microbatch_size
     tokens = settings.sequence // settings.parallelism.cp if piece is None else piece.tokens
     return VocabularyShape(
@@ -281,7 +281,7 @@ def _fixed(
     hidden: int,
     pieces: Sequence[Piece | None],
 ) -> int:
-    """Return the bytes that a device always holds, besides states."""
+    """Return the bytes that a device always holds, besides parameters, gradients and optimizer state."""
     framework, placement = settings.framework, plan.program.placement
     shards = placement.devices if settings.sharded else 1
     if settings.gathers_blocks and (settings.sharded or device == placement.first_device):

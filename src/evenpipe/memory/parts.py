@@ -1,9 +1,9 @@
-"""The parameters of a device and their gradients along its row: what they hold, part by part.
+"""The memory of a device's parameters and their gradients along its row, part by part.
 
 gradients            from the first pass that adds to them, unless they always exist
-whole parameters     from UNSHARD to RESHARD, if they are sharded; the first pass that uses them copies them, piece
-                     by piece, from where they were gathered
-sums over replicas   from REDUCE_GRAD, in the place of gradients
+whole parameters     from UNSHARD to RESHARD, if they are sharded; the first pass that uses them copies them piecewise
+                     out of the buffer of the all-gather
+sums over replicas   from REDUCE_GRAD, in place of the gradients
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from evenpipe.schedule.sharding import ParameterUse, Part, RowSharding, part_of
 
 
 class Parts:
-    """One walk's parameters. `gradients_exist`: when the step begins."""
+    """The parameters during one walk. gradients_exist: whether gradients exist when the step begins."""
 
     def __init__(self, program: Program, device: int, moments: Moments, *, gradients_exist: bool) -> None:
         placement, row = program.placement, program.rows[device]
@@ -32,7 +32,7 @@ class Parts:
         self._allocations[output].append(OUTPUT_PART)
 
     def reach(self, item: Pass, position: int) -> None:
-        """Begin the next pass of the row: wait for what it uses."""
+        """Begin the next pass of the row: wait for the parameters that it uses."""
         for part in self._sharding.awaits(item):
             for allocations in self._allocations[part]:
                 self._moments.moment(allocations.gathering_peak)

@@ -1,4 +1,4 @@
-"""The peak of a device in a step, its moment and its parts: its row of a program, with bytes.
+"""Replays a device's row of a program with bytes: its peak in a step, the moment of the peak, and its parts.
 
     Replay(program, device).memory(stages, vocabulary, state)      # DeviceMemory
 
@@ -26,8 +26,10 @@ class Replay:
     """A device's row, walked once, for any sizes.
 
     Args:
-        gradients_exist: when the step begins. In our own runtime they do not: `zero_grad` drops them.
-        buffers_exist: as after the first step; matters if the vocabulary's bytes have `handed_on` or `room`.
+        gradients_exist: whether gradients exist when the step begins. In our runtime they do not: `zero_grad` frees
+            them.
+        buffers_exist: whether buffers exist, as after the first step; matters only if the vocabulary's bytes have
+            `handed_on` or `room`.
         places_rows, slice_tokens: as for `walk`.
     """
 
@@ -69,12 +71,12 @@ class Replay:
         """Return the peak of the device over a training step and the optimizer's step after it.
 
         Args:
-            stages: at least those of the device, by number.
-            vocabulary: of this device.
+            stages: bytes by stage number, at least for the device's stages.
+            vocabulary: bytes of this device's vocabulary layers.
             later: stages and vocabulary of each slice but the first, if sequences are cut into slices.
-            state: its gradients are those of all parameters of the device.
-            batch: bytes of the step's inputs, which stay from its beginning to its end (`vocabulary.batch_bytes`).
-            curve: also the bytes after every item of the row.
+            state: permanent bytes; its gradients are those of all parameters of the device.
+            batch: bytes of the step's inputs, which live throughout the step (`vocabulary.batch_bytes`).
+            curve: whether to return the bytes after every item of the row, too.
         """
         slices = ((stages, vocabulary), *later)
         sizes = np.array(

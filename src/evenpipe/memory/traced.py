@@ -1,16 +1,17 @@
-"""The allocations of a stage's passes, found by running them, for any module.
+"""Measures what a stage's passes allocate by running them, for any module.
 
 The stage is the one that `evenpipe train` runs, with its queue of weight gradients and its checkpointing, but its
-tensors have no memory (`fakes`), and a tracker counts their storages. A few layers stand for all
-that are alike (`stretches.window`).
+tensors have no memory (`fakes`), and a tracker counts their storages. Of layers that are alike, only a few run
+(`stretches.window`).
 
     tracer = StageTracer(description, Tracing(sequence=4096, compute_dtype=torch.bfloat16))
     tracer.stage(0, 8, is_first=True, is_last=False, sequences=2)         # StageBytes
 
 A run of layers is traced once for all sizes of microbatches (`lines`). Where attention multiplies queries and keys
-itself, or sequences are cut into pieces, a single sequence has a trace of its own: then some operations make no copies.
-Rows that travel to experts of other members are rounded, so every size has its own trace, except of what single layers
-need; and so it has in fp64, where experts keep one index more than there are tokens.
+itself, or sequences are cut into pieces, a single sequence has a separate trace, since some operations then make no
+copies. With expert parallelism every size has a separate trace, since the number of rows sent to other members is
+rounded; only the bytes of a single layer (`StageTracer.layer`) ignore this. The same holds in fp64, where experts keep
+one index more than there are tokens.
 
 Kernels that transformers does not run itself are replaced by functions that save the same tensors (`emulation`).
 """
@@ -61,10 +62,10 @@ _Layer = tuple[int, str, bool]
 """The kind of a layer, its checkpointing, and whether it is moved."""
 
 _Ends = tuple[bool, bool, bool]
-"""Whether a stage is the first, the last, and repeats its forward."""
+"""Whether a stage is the first, whether it is the last, and whether it repeats its forward."""
 
 _LEAST_FIRST = ("full", "selective", "none")
-"""Checkpointing by what layers keep."""
+"""Choices of checkpointing, from the one that keeps least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,24 +75,24 @@ class Tracing:
     sequence: int
     """Tokens of a sequence."""
     piece: Piece | None = None
-    """Of every sequence; then `sequence` is not used. None: whole sequences."""
+    """The piece of every sequence, in which case `sequence` is not used; None: whole sequences."""
     ranks: int = 1
-    """Tensor ranks of a device: the stage is that of the first one."""
+    """Tensor ranks of a device; the first one is traced."""
     sharing: Sharing = ALONE
-    """Of the experts of every layer: the stage is that of the member that has most."""
+    """How experts are shared; the member with the most rows is traced."""
     layout: MegatronLayout | None = None
-    """How Megatron-LM shares layers; None: this library does."""
+    """How Megatron-LM shares layers; None: as this library does."""
     kernels: Kernels = PRESETS["transformers"]
     compute_dtype: torch.dtype = torch.float32
     """Of activations and products."""
     parameter_dtype: torch.dtype = torch.float32
     """Of parameters and gradients."""
     backwards: Literal["whole", "split", "both"] = "whole"
-    """B, or I and W, or some of both."""
+    """"whole": B; "split": I and W; "both": some microbatches of each."""
     recompute: bool = False
     """Some microbatches have R."""
     on_cpu: bool = False
-    """Operations are those of a CPU, not of a GPU."""
+    """Whether operations run on a CPU instead of a GPU."""
 
 
 class StageTracer:
@@ -99,7 +100,7 @@ class StageTracer:
 
     Args:
         cut: how layers are cut over several tensor ranks.
-        files: where traces are kept; None: nowhere.
+        files: stores traces on disk; None: they are not stored.
     """
 
     def __init__(
@@ -145,7 +146,8 @@ class StageTracer:
         )
         choices = all_choices[first:last]
         moves = tuple(layer not in kept_layers for layer in range(first, last))
-        repeats = self._cut is not None and self._tracing.layout is None  # of R, for which tensor ranks keep more
+        # Tensor ranks keep more for R.
+        repeats = self._cut is not None and self._tracing.layout is None
         stage_bytes = self._stage(first, choices, moves, (is_first, is_last, False), sequences)
         if self._tracing.recompute and (repeats or any(choice != "none" for choice in choices)):
             plain = ("none",) * len(choices)
@@ -163,7 +165,7 @@ class StageTracer:
             grown = trace.grown.get(name)
             return trace.profiles[name].layers[0].kept - (grown[0] if grown else 0)
 
-        # Its output stays if the next layer, which is like it, saves its input.
+        # Its output stays if the next layer, which is of the same kind, saves its input.
         waiting, peaks = kept("forward") - (0 if trace.saves_input else trace.output), trace.over((0,)).peaks
         splits = "input" in trace.profiles
         return LayerBytes(
@@ -184,14 +186,15 @@ class StageTracer:
         return trace.over(indices)
 
     def _can_join(self, kinds: Sequence[int], choices: Sequence[str]) -> bool:
-        """Return whether equal layers have several choices, and those that keep least come first: what layers share
-        then lives as long as with the first choice alone. Tensor ranks gather for one layer during another's W."""
+        """Return whether equal layers have several choices of checkpointing, those that keep least first: tensors that
+        layers share then live as long as with the first choice alone. False for split backwards of tensor ranks, which
+        gather for one layer during another's W."""
         by_keeping = sorted(choices, key=_LEAST_FIRST.index)
         independent = self._cut is None or self._tracing.backwards == "whole"
         return independent and len(set(kinds)) == 1 < len(set(choices)) and list(choices) == by_keeping
 
     def _joined(self, first: int, choices: Sequence[str], ends: _Ends, sequences: int) -> StageBytes:
-        """Return the bytes of such layers, each as in a stage where all have its choice."""
+        """Return the bytes of layers that `_can_join` accepts, each as in a stage where all layers have its choice."""
         kind = self._kinds[first]
         by_choice = {
             choice: self._trace(first, ((kind, choice, True),) * len(choices), ends, sequences)
@@ -209,8 +212,8 @@ class StageTracer:
     def _trace(
         self, first: int, layers: Sequence[_Layer], ends: _Ends, sequences: int, *, from_start: bool = True
     ) -> tuple[Trace, tuple[int, ...]]:
-        """Return the trace of a run of a stage's layers, and for each layer the place in it of one like it.
-        from_start: as of `Bench.trace`."""
+        """Return the trace of a run of a stage's layers, and for each layer of the stage the index in the run of a
+        layer like it. from_start: as for `Bench.trace`."""
         start, width, indices = window([layers.index(layer) for layer in layers])
         run = tuple(layers[start : start + width])
         sized_key = run, ends, sequences, from_start
@@ -227,8 +230,8 @@ class StageTracer:
         return self._sized_traces[sized_key], indices
 
     def _is_alone(self, sequences: int, *, exactly: bool) -> bool:
-        """Return whether microbatches of this size have a trace of their own. exactly: to the row that travels to an
-        expert."""
+        """Return whether microbatches of this size have a separate trace. exactly: whether rows sent to experts are
+        counted exactly."""
         tracing = self._tracing
         if tracing.compute_dtype == torch.float64 or (exactly and tracing.sharing.members > 1):
             return True
@@ -237,7 +240,7 @@ class StageTracer:
 
     @cached_property
     def _multiplies_scores(self) -> bool:
-        """Whether attention is no kernel's."""
+        """Whether attention multiplies queries and keys outside of a kernel."""
         kind, description = self._tracing.kernels.attention, self._description
         if kind != "sdpa" or description.config is None:
             return kind not in {"fused", "flash"}
@@ -265,16 +268,16 @@ class StageTracer:
             for index in indices:
                 held |= self._cut.placements(description, index, FirstRank.rank, self._tracing.ranks)
         member = None
-        if overlap is not None:  # of every sequence as many rows, where bytes are lines
+        if overlap is not None:  # for lines, every sequence has the same number of rows
             each, times = (1, sequences) if lines else (sequences, 1)
             member = FirstMember(self._expert_rows(indices, each), overlap, times)
             for index in indices:
                 held |= placements_of_experts(description, index, Spread(member, Routing(Running())), held)
         ranks = self._tracing.ranks
-        if layout is not None:  # ends compute on a rank's own rows
+        if layout is not None:  # a stage's ends compute on a rank's own rows
             is_end = is_first or (is_last and self._cut is not None and self._cut.end_is_whole)
             ranks = 1 if is_end else layout.rows
-        # From anywhere in the model: unlike a trainable stage it may own an end that it does not reach.
+        # Unlike a trainable stage, it may own an end of the model that its layers do not reach.
         part = Part(
             first=first,
             last=first + len(choices),
@@ -290,7 +293,7 @@ class StageTracer:
         pairs = self._tracing.kernels.experts == "pairs"
         for experts in filter(is_experts, stage.modules() if pairs and member is not None else ()):
             layer_experts: Any = experts
-            # The number of pairs falls by the same factor.
+            # These fewer experts get the same number of pairs.
             layer_experts.num_experts = -(-layer_experts.num_experts // self._tracing.sharing.members)
         names = [f"{description.structure.layers_name}.{index}" for index in indices]
         exchange = shares = positions = None
@@ -335,7 +338,7 @@ class StageTracer:
                     whole=self._tracing.backwards != "split",
                     split=self._tracing.backwards != "whole",
                     recompute=self._tracing.recompute,
-                    # A first microbatch finds out what slices leave for each other.
+                    # A first microbatch measures the carry that slices leave for each other.
                     from_start=from_start or (piece_bench is not None and piece_bench.piece.carried),
                 )
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -345,7 +348,7 @@ class StageTracer:
             ) from error
 
     def _expert_rows(self, layers: Iterable[int], sequences: int) -> dict[str, ExpertRows]:
-        """Return what the experts of these layers exchange, by their names; nothing where one process has all."""
+        """Return the rows that these layers' experts exchange, by name; empty if one process has all experts."""
         description, sharing = self._description, self._tracing.sharing
         if sharing.members == 1:
             return {}
@@ -365,7 +368,7 @@ class StageTracer:
         return rows
 
     def _overlap(self, rows: Mapping[str, ExpertRows]) -> Overlap | None:
-        """Return what runs beside such an exchange; None if there is none."""
+        """Return what overlaps the exchange of these rows; None if there is no exchange."""
         if not rows:
             return None
         name, expert_rows = next(iter(rows.items()))
@@ -389,7 +392,7 @@ def kinds_of_layers(description: Description) -> tuple[int, ...]:
     """Return a number for each layer of a model; layers with the same number have the same modules, shapes and
     settings.
 
-    Settings are plain attributes of modules, except their own number, and the per-layer settings of the config.
+    Settings are plain attributes of modules, except a layer's index, and the per-layer settings of the config.
     """
     lists = [] if description.config is None else said_of_layers(description.config, description.layers)
     numbers: dict[Any, int] = {}
@@ -406,7 +409,7 @@ def _settings(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _own_settings(module: nn.Module) -> tuple[Any, ...]:
-    # Floats matter only by whether they are 0: a probability of dropout, a factor.
+    # For floats, such as dropout probabilities or factors, only whether they are 0 matters.
     plain = tuple(
         (name, bool(value) if isinstance(value, float) else value)
         for name, value in sorted(vars(module).items())

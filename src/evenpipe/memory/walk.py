@@ -3,19 +3,19 @@
 A row is walked once, as in `runtime/walker.py`; `replay` later assigns the bytes of each allocation. Rows are
 repetitive, so a walk has few distinct moments, and the bytes of all of them are computed at once.
 
-    receive buffer   from where the transfer is issued; with F it becomes the stage's input
+    receive buffer   from the issue of the transfer to F, where it becomes the stage's input
     input            until the end of F, or of R; until B or I if the graph keeps it
-    output           for each edge, from F until it has been sent and is known to have arrived, or until F of a local
-                     stage takes it
-    gradient         likewise from B or I to the B or I of the stage before
-    stored           from F, or R, to B or I; an end's F contains the vocabulary layer that is whole there
-    moved            the moved part of input and stored, for units with copies: not from D to L
+    output           for each edge, from F until it has been sent and is known to have arrived, or until the F of a
+                     local stage takes it
+    gradient         likewise from B or I to the B or I of the previous stage
+    stored           from F, or R, to B or I; includes the vocabulary layer if it is part of the stage
+    moved            the moved part of input and stored, for units that are copied to the host: not from D to L
     queued           from I to W
     carry            keys and values of a sequence in slices, from the first slice's F to its B or I; their gradients
                      from the last slice's B or I on
-    X, statistics, exponentials, dX, rows: as `runtime/vocabulary_passes.py` puts and takes them
+    X, statistics, exponentials, dX, rows: as `runtime/vocabulary_passes.py` stores and takes them
 
-Parameters and their gradients: as in `parts`.
+For parameters and their gradients see `parts`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from evenpipe.schedule.releases import releases
 from evenpipe.schedule.rules import IN_FLIGHT, KEEPS, Kept, changes
 
 EARLIER_STEPS = 2
-"""After so many, steps are alike."""
+"""After this many steps, all further steps are alike."""
 SENDS_IN_FLIGHT = 2
 """As in `runtime/values.py`: a third transfer of one kind to the same device waits for the first."""
 
@@ -60,10 +60,10 @@ def walk(
 
     Args:
         gradients_exist: whether gradients exist when the step begins.
-        buffers_exist: as after the first steps.
-        places_rows: also on a single device, the first stage's input is another tensor than the rows of E, and its
-            gradient another than those of G: tensor ranks share the rows.
-        slice_tokens: tokens of each slice of a sequence, for the sizes of buffers; by default equally many.
+        buffers_exist: whether buffers exist when the step begins, as they do after the first steps.
+        places_rows: whether tensor ranks share the rows of the embedding. Then even on a single device the first
+            stage's input is not the same tensor as the rows of E, nor its gradient the same as those of G.
+        slice_tokens: tokens of each slice of a sequence, for the sizes of buffers; by default equal slices.
     """
     assert not program.forward_only, "a program that evaluates keeps nothing between passes"
     slice_tokens = slice_tokens or (1,) * program.slices
@@ -75,8 +75,8 @@ def walk(
 
 
 def _pass_buffers(pool: Pool, program: Program, device: int) -> None:
-    """Run an earlier step: a unit has a buffer between S and T; for a whole output layer, between the last stage's F
-    and its B, or W."""
+    """Run an earlier step: a unit has a buffer from S to T, or with a whole output layer from the last stage's F to its
+    B, or W."""
     stage = None if program.vocabulary.sharded else program.placement.last_stage
     of_kind = changes({Kept.PROBABILITIES}) if program.vocabulary.sharded else IN_FLIGHT
     pool.run(program.rows[device], lambda pass_: of_kind.get(pass_.kind, 0) if pass_.stage == stage else 0)
@@ -97,7 +97,7 @@ class _Walker:
         self._hold, self._drop, self._moment = self._moments.hold, self._moments.drop, self._moments.moment
         self._sent: dict[Transfer, tuple[Allocation, ...]] = {}
         self._shares: Counter[tuple[TransferKind, int]] = Counter()
-        """Holders of the one tensor of a unit that this device sends and uses itself: the transfer, and the pass."""
+        """Number of holders (the transfer, the pass) of a unit's tensor that this device both sends and uses."""
         self._recomputed: set[StageUnit] = set()
         self._offloaded: set[StageUnit] = set()
         self._pool, self._has_room = pool, bool(pool.free)
@@ -212,7 +212,7 @@ class _Walker:
         return allocations.recomputed(size) if self._key(item) in self._recomputed else size
 
     def _of_graph(self, item: Pass) -> tuple[Allocation, Allocation]:
-        """Return what the graph keeps: the stage's input, and all else."""
+        """Return what the graph keeps: the stage's input, and everything else."""
         saved_input, stored = (self._sized(size, item) for size in (allocations.KEPT_INPUT, allocations.STORED))
         return (
             Allocation(saved_input, _stage(item), allocations.ACTIVATIONS),
@@ -336,7 +336,7 @@ class _Walker:
         self._pool.give(self._unit(item))
 
     def _take_buffer(self, item: Pass) -> None:
-        """Provide memory for the exponentials of S: memory returned by a T, or new memory."""
+        """Provide memory for the exponentials of S: a buffer that a T returned, or a new one."""
         allocated, freed = self._pool.take(self._unit(item))
         if allocated and not self._has_room:
             self._hold(allocations.ROOM)
@@ -363,7 +363,7 @@ class _Walker:
             self._drop(allocations.ROWS_RECEIVED)
 
     def _release_shared(self, kind: TransferKind, item: Item, allocation: Allocation) -> None:
-        """Drop what the device sends and uses itself, if it was used or has arrived already."""
+        """Drop a tensor that the device both sends and uses, once it has been used and has arrived."""
         self._shares[kind, self._unit(item)] -= 1
         if self._shares[kind, self._unit(item)] <= 0:
             self._drop(allocation._replace(slice=item.slice))
@@ -433,7 +433,7 @@ class _Walker:
                 self._hold(allocations.ROWS_RECEIVED)
 
     def _send(self, item: Transfer, *payload: Allocation) -> None:
-        """Hold sent data until its arrival is known, or until too many such transfers are in progress."""
+        """Hold sent data until its arrival is known, or until too many such transfers are in flight."""
         self._sent[item] = self._moments.in_current_slice(*payload)
         similar = [sent for sent in self._sent if sent.kind is item.kind and sent.members == item.members]
         if len(similar) > SENDS_IN_FLIGHT:
