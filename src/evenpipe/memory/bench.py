@@ -191,7 +191,7 @@ class Bench:
         experts: whether our function runs the experts, instead of the one that the model's config names; or the member
             of a group whose experts the stage has.
         shares: called with the queue of weight gradients to change the stage before it runs.
-        positions: number of position ids that the stage gets; None: it gets none and counts its hidden states.
+        positions: number of position ids passed to the stage; None: one for each token of its hidden states.
         holds_input: whether the stage's input stays until the end of its backward.
     """
 

@@ -1,12 +1,12 @@
 """Fused kernels for tensors without memory: functions that allocate and save the same bytes as GPU kernels.
 
-For a stage of `fakes`. Results have the right shapes and no meaning, so nothing else may run
-inside. Each function allocates its result and its saved tensors, and its backward the gradients, all uninitialised:
+For a stage of `fakes`. Results have the right shapes but no meaning, so nothing else may run inside. Each function
+allocates its result and its saved tensors, and its backward the gradients, all uninitialised:
 
     norm           saves its input, and in fp32 one number per row (two with a bias: mean and inverse deviation)
     gate           act(gate) * up: saves gate and up
     activation     without a gate: saves its input
-    rotary         queries and keys at once: saves the tables
+    rotary         queries and keys together: saves the tables
     attention      saves q, k, v, the result and an fp32 log-sum-exp per row, for any window and cap; over context ranks
                    and with copies of its result as in `MegatronLayout`; or unfused, with the probabilities
 
@@ -39,7 +39,7 @@ KERNEL = "evenpipe_kernel"
 
 GATE_NAMES, PACKED_GATE_NAMES = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
 PLAIN_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-"""Of which torchtitan's "op" checkpointing keeps every second one."""
+"""Products of which torchtitan's "op" checkpointing keeps every second one."""
 ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 """Modules that define activation functions."""
 
@@ -48,9 +48,9 @@ ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 def emulated(
     stage: nn.Module, kernels: Kernels, layout: MegatronLayout | None = None, *, on_cpu: bool = False
 ) -> Iterator[None]:
-    """While entered, the modules of `stage` run like these kernels. For a stage whose tensors have no memory.
+    """Inside the context, the modules of `stage` allocate like these kernels. For stages whose tensors have no memory.
 
-    layout: if layers are shared as in Megatron-LM.
+    layout: how layers are shared, if as in Megatron-LM.
 
     Enter it before layers are compiled or checkpointed, and before or after the queue of weight gradients is added.
     """
@@ -59,7 +59,7 @@ def emulated(
             stack.enter_context(replaced(nn.functional, "dropout", _dropout))
             ALL_ATTENTION_FUNCTIONS["flex_attention"] = _flash  # over transformers' own, until it is deleted
             stack.callback(ALL_ATTENTION_FUNCTIONS.pop, "flex_attention")
-        # Some experts add a bias to a kept product in place: their values would be wrong, here they have none.
+        # Some experts add a bias to a kept product in place. Values would be wrong, but here there are none.
         change = partial(checkpointing.create_selective_checkpoint_contexts, allow_cache_entry_mutation=True)
         if kernels.selective == "half":
             change = partial(_every_second, change)
@@ -82,7 +82,7 @@ def emulated(
 
 
 def _kernel_of(module: Any, kernels: Kernels) -> Callable[..., Tensor] | None:
-    """Return the forward of a module that these kernels replace."""
+    """Return the forward by which these kernels replace that of a module, if they do."""
     if kernels.norm == "fused" and is_norm(module):
         return lambda hidden: _norm(hidden, module.weight, getattr(module, "bias", None))
     if kernels.activation == "fused":
@@ -107,7 +107,7 @@ def _holds(module: nn.Module, names: tuple[str, ...]) -> bool:
 
 def _every_second(create: Callable[..., Any], products: Sequence[Any]) -> Any:
     """Return contexts that keep attention and every second product."""
-    seen = {False: 0, True: 0}  # the first time, and again
+    seen = {False: 0, True: 0}  # in the forward, and in the recomputation
 
     def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         if operation in PLAIN_PRODUCTS:
@@ -145,7 +145,8 @@ class _Kernel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], gradients: Callable[..., Iterable[Any]], *inputs: Any) -> Any:
-        """run: inputs -> results, saved tensors. gradients: those, gradients of results -> gradients of inputs."""
+        """run: inputs -> results, saved tensors. gradients: saved tensors, gradients of results -> gradients of
+        inputs."""
         results, saved = run(*inputs)
         ctx.save_for_backward(*saved)
         ctx.gradients = gradients
@@ -166,7 +167,7 @@ def _like_saved(saved: Saved, *_: Tensor) -> Iterable[Tensor]:
 
 
 def _dropout(hidden: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """As on a GPU, where the mask has a byte for each element; on a CPU it has the type of the hidden states."""
+    """As on a GPU, where the mask takes a byte per element; on a CPU it has the dtype of the hidden states."""
     return torch.native_dropout(hidden, p, True)[0] if training and p else hidden
 
 
@@ -181,7 +182,7 @@ def _norm(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _activation(*inputs: Tensor) -> Tensor:
-    """Of its input; or of a gate, times up."""
+    """act(input), or act(gate) * up."""
     return _kernel(lambda *inputs: (torch.empty_like(inputs[0]), inputs), _like_saved, *inputs)
 
 
@@ -242,7 +243,8 @@ def _unfused(  # noqa: PLR0917 - the arguments of transformers
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Megatron-LM's products with a softmax between them, which keeps its result; every head has keys and values."""
+    """Megatron-LM's two products with a softmax between them, which keeps its result; keys and values are repeated for
+    every head."""
     times = query.shape[1] // key.shape[1]
     key, value = (tensor if times == 1 else tensor.repeat_interleave(times, dim=1) for tensor in (key, value))
     scores = query @ key.transpose(2, 3)

@@ -1,7 +1,7 @@
 """Memory of every device of a training run, from a model, a layout, and a GPU.
 
-    found = estimate(describe("Qwen/Qwen3-8B"), Recipe.of(dp=2, tp=2, pp=2, sequence_length=8192), memory=80 * 2**30)
-    found.verdict, found.devices[0].peak_allocated, found.devices[0].binding_event
+    result = estimate(describe("Qwen/Qwen3-8B"), Recipe.of(dp=2, tp=2, pp=2, sequence_length=8192), memory=80 * 2**30)
+    result.verdict, result.devices[0].peak_allocated, result.devices[0].binding_event
 
 Stages are traced: their modules run on tensors without memory (`traced`). The program is the one that `evenpipe train`
 would run, and each of its rows is replayed.
@@ -34,8 +34,8 @@ from .states import MIXED, SINGLE, Dtypes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEstimate:
-    """One device of a pipeline, in bytes. Each of its GPUs (all tensor and context ranks, all replicas) holds the same;
-    the first tensor rank may have a few vectors and rows more, and is the one that counts."""
+    """One device of a pipeline, in bytes. All of its GPUs (tensor ranks, context ranks, replicas) hold the same, except
+    that the first tensor rank may have a few more vectors and rows; the estimate is for that rank."""
 
     device: int
     stages: tuple[int, ...]
@@ -45,10 +45,9 @@ class DeviceEstimate:
     verdict: Verdict | None
     """None if no GPU memory is given."""
     host: int = 0
-    """Most bytes of activations in the host's memory."""
+    """Peak bytes of activations in host memory."""
     gathered: int = 0
-    """Bytes of the keys and values of all context ranks that one layer gathers: a part of what passes need for a
-    moment."""
+    """Bytes of the keys and values of all context ranks that one layer gathers: a part of the transient bytes."""
 
     @property
     def binding_event(self) -> str:
@@ -67,7 +66,7 @@ class DeviceEstimate:
 
     @property
     def peak_reserved(self) -> int:
-        """Likely `torch.cuda.max_memory_reserved`."""
+        """The likely value of `torch.cuda.max_memory_reserved`."""
         return self.process.reserved
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,7 +103,7 @@ class Estimate:
 
     @property
     def recipe(self) -> Recipe:
-        """How the model is spread."""
+        """How the model is distributed."""
         return self.settings.recipe
 
     @property
@@ -115,7 +114,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it certainly fits, according to calibration; None if no GPU memory is given."""
+        """Whether it fits even with the largest calibrated overheads; None if no GPU memory is given."""
         return None if self.verdict is None else self.verdict == "fits"
 
     @property
@@ -160,18 +159,18 @@ def estimate(
     """Estimate the memory of every device.
 
     Args:
-        model: its description; for estimates of many recipes its `ModelBytes`, which share what they compute.
-        recipe: a program in it stays unchanged.
+        model: its description; to estimate many recipes, its `ModelBytes`, which caches traces.
+        recipe: the run; if its schedule is a program, the program is used unchanged.
         kernels: the implementations, or the name of a preset.
-        dtypes: None: bf16 with fp32 masters and gradients, on a CPU fp32 throughout.
-        hardware: None: some NVIDIA GPU.
+        dtypes: the precisions; None: bf16 with fp32 masters and gradients, or fp32 throughout on a CPU.
+        hardware: the GPU, or a CPU; None: some NVIDIA GPU.
         memory: bytes of a GPU; None: those of the hardware. Without either there is no verdict.
-        optimizer: of `optimizers.Optimizer`; "sgd" with momentum.
+        optimizer: one of `optimizers.Optimizer`; "sgd" has momentum.
         offloaded: share of the optimizer state in host memory.
-        foreach: the optimizer processes all tensors at once (a fused one does not).
-        skew: with ep > 1, what the fullest of the members that share experts gets over the mean: 1 if the router
-            chooses evenly, some 2 early in a training.
-        loss: its options, without what the model does to its logits; None: the default ones.
+        foreach: whether the optimizer processes all tensors at once (a fused one does not).
+        skew: with ep > 1, the load of the fullest of the members that share experts, relative to the mean: 1 if the
+            router chooses evenly, about 2 early in training.
+        loss: options of the loss, without the model's own changes to its logits; None: the default options.
 
     Raises InputError for sizes that do not divide, for unknown names, and for a model that cannot be traced.
     """
@@ -219,7 +218,7 @@ def settings_of(
     skew: float = 1.0,
     loss: LossOptions | None = None,
 ) -> Settings:
-    """Return how `estimate` computes a recipe; arguments and errors as there."""
+    """Return the settings with which `estimate` computes a recipe; arguments and errors as there."""
     if recipe.batch.sequence_length is None:
         recipe = replace(recipe, batch=replace(recipe.batch, sequence_length=usual_length(description)))
     chosen, framework = _kernels(kernels)
@@ -243,7 +242,7 @@ def settings_of(
 def device_estimate(
     source: ModelBytes, plan: Planned, settings: Settings, device: int, memory: int | None
 ) -> DeviceEstimate:
-    """Return one device of an estimate. memory: bytes of a GPU; None: no verdict. Errors as of `estimate`."""
+    """Return one device of an estimate. memory: bytes of a GPU; None: no verdict. Errors as in `estimate`."""
     device_bytes = DeviceBytes.of(source, plan, settings, device)
     device_memory = device_bytes.memory(plan, settings, device)
     process = process_memory(
@@ -275,7 +274,7 @@ def device_estimate(
 
 
 def _kernels(kernels: Kernels | str) -> tuple[Kernels, Framework]:
-    """Return kernels, and the framework that runs them: our own, if they are no preset."""
+    """Return kernels, and the framework that runs them: ours, if they are not a preset."""
     if isinstance(kernels, str):
         return kernels_and_framework(kernels)
     name = next((name for name, preset in PRESETS.items() if preset == kernels), "transformers")

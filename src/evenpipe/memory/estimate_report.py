@@ -1,4 +1,4 @@
-"""An estimate as text: a table per device and term, the verdict for the GPU, and the estimate of the paper."""
+"""An estimate as text: a table by device and term, the verdict for the GPU, and the paper's estimate."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _table(estimate: Estimate) -> list[str]:
 
 
 def _keys(estimate: Estimate) -> list[str]:
-    """Say what keys and values of other pieces of a sequence take."""
+    """Return lines about the memory of keys and values of other pieces of a sequence."""
     lines = []
     if estimate.settings.slices > 1:
         lines.append("carry: keys and values of sequences whose slices are under way, and their gradients")
@@ -130,6 +130,6 @@ def _size(size: float) -> str:
 
 
 def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align figures to the right, and the last column, which may be words, to the left."""
+    """Align figures to the right, and the last column to the left if it contains words."""
     words = head[-1][:1].isalpha() and not rows[0][-1][:1].isdigit()
     return table((head, *rows), left=(0, len(head) - 1) if words else (0,))

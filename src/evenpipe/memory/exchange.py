@@ -1,4 +1,4 @@
-"""The tensor ranks of a device, and the members of an expert group, as one of them, alone, for tensors without
+"""Exchanges of one tensor rank, and of one member of an expert group, without the others: for tensors without
 memory."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from evenpipe.work import Done
 
 
 class FirstRank:
-    """An `Exchange` of `tensor.exchange` that allocates what `parallel.tensor_ranks` allocates, and transfers nothing:
+    """An `Exchange` of `tensor.exchange` that allocates what `parallel.tensor_ranks` allocates, but transfers nothing:
     results have no meaning."""
 
     rank = 0
@@ -53,9 +53,9 @@ class Sharing(NamedTuple):
 
     members: int = 1
     skew: float = 1.0
-    """What the fullest member gets over the mean."""
+    """Load of the fullest member relative to the mean."""
     options: ExpertOptions = ExpertOptions()
-    """What runs beside the exchange."""
+    """How computation overlaps the exchange."""
 
 
 ALONE = Sharing()
@@ -63,17 +63,17 @@ ALONE = Sharing()
 
 
 class FirstMember:
-    """A `GroupExchange` of `experts.adopt` that allocates what `parallel.expert_ranks` allocates, and transfers
-    nothing: rows are as many as even routing gives to each member, and the first one gets most."""
+    """A `GroupExchange` of `experts.adopt` that allocates what `parallel.expert_ranks` allocates, but transfers
+    nothing. Even routing determines the number of rows of each member; the first member gets the most."""
 
     rank = 0
 
     def __init__(self, rows: Mapping[str, ExpertRows], overlap: ExpertOverlap, times: int = 1) -> None:
         """
         Args:
-            rows: of the experts of each layer, by their name in the model.
-            overlap: what runs beside the exchange.
-            times: how often there are so many rows.
+            rows: the rows of each layer's experts, by their name in the model.
+            overlap: how computation overlaps the exchange.
+            times: factor by which numbers of rows are multiplied.
         """
         self._rows, self.overlap, self._times = rows, overlap, times
         self.size = next(iter(rows.values())).members
@@ -82,7 +82,7 @@ class FirstMember:
     def counts(self, row_counts: Tensor) -> tuple[list[list[int]], list[list[int]]]:
         row_counts.new_empty((2, *row_counts.shape))
         rows = self._rows[self.layer]
-        told = [[sent, sent] for sent in rows.sent]  # of pairs there, nothing here depends on their number
+        told = [[sent, sent] for sent in rows.sent]  # nothing here depends on the number of pairs on other members
         pairs = _even(rows.pairs, self.size)
         known = [[0, 0], *zip(_even(rows.rows - rows.own, self.size - 1), pairs[1:], strict=True)]
         told[0] = known[0] = [rows.own, pairs[0]]

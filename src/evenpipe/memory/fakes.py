@@ -1,8 +1,8 @@
-"""A stage whose tensors have no memory: the real modules of transformers, run to see what they allocate.
+"""A stage whose tensors have no memory: the real modules of transformers, run to measure what they allocate.
 
-Its tensors are on torch's "meta" device, and their sizes those that a CPU gives them: kernels are chosen as there.
-Without values, three questions of a model's forward get fixed answers: several sequences are not packed into a row,
-rotary frequencies do not grow with the length, and buffers have no values.
+Its tensors are on torch's "meta" device, but kernels and sizes are those that torch chooses on a CPU. Since there are
+no values, three assumptions about a model's forward are fixed: sequences are not packed into a row, rotary frequencies
+do not grow with the length, and buffers have no values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from evenpipe.model.stage import Stage
 
 @contextmanager
 def without_memory(sequences: int | None = None) -> Iterator[Tracker]:
-    """Tensors made inside have no memory, and are counted: as lines, if this is the prime number of sequences."""
+    """Tensors made inside have no memory and are counted. sequences: a prime number of sequences, to count lines; None:
+    to count bytes."""
     with (
         _nothing_packed(),
         replaced(products, "spans_of", _no_spans),
@@ -58,7 +59,8 @@ def _attention(  # noqa: PLR0917 - the arguments of the function
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's own attention, with the kernel that it chooses on a CPU: without memory it would have none."""
+    """torch's own attention, with the kernel that it chooses on a CPU: for tensors without memory it would choose
+    none."""
     arguments = (_one_row(query), _one_row(key), _one_row(value), None if attn_mask is None else _one_row(attn_mask))
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     with _disable_current_modes():
@@ -76,7 +78,7 @@ def _number(value: float, like: Tensor) -> Tensor:
 
 
 def _one_row(tensor: Tensor) -> Tensor:
-    """Return a tensor on the CPU of this size, whose rows are all the same."""
+    """Return a tensor on the CPU with the same shape, whose rows all share one row's memory."""
     if not tensor.dim():
         return tensor
     with _disable_current_modes():
@@ -86,10 +88,10 @@ def _one_row(tensor: Tensor) -> Tensor:
 
 
 class _OnMeta(Tracker):
-    """Counts tensors, which have no memory wherever the code inside asks for some on the CPU.
+    """Counts tensors. Those that the code inside creates on the CPU have no memory.
 
-    `FakeTensorMode` infers results as a CPU computes them, which would take most of the time of a trace: here it is
-    asked once for arguments of the same sizes.
+    `FakeTensorMode` infers results as a CPU computes them, but would take most of the time of a trace. Here it runs
+    only once for arguments of the same sizes.
     """
 
     _known: ClassVar[dict[Any, _Results | None]] = {}
@@ -123,18 +125,18 @@ class _OnMeta(Tracker):
 
 
 def _is_on_meta(value: Any) -> bool:
-    """Return whether a value contains no tensor but those without memory."""
+    """Return whether all tensors in a value are without memory."""
     if isinstance(value, Tensor):
         return value.is_meta
     return not isinstance(value, (tuple, list)) or all(map(_is_on_meta, value))
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
-    return tensor.to(_META) if tensor.dim() else tensor  # numbers are no tensors to operations
+    return tensor.to(_META) if tensor.dim() else tensor  # operations treat scalar tensors as numbers
 
 
 def _sizes(value: Any) -> Any:
-    """Return what the sizes of a result depend on."""
+    """Return a key of everything that the sizes of a result depend on."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.is_meta
     if isinstance(value, (tuple, list)):
@@ -147,7 +149,7 @@ def _sizes(value: Any) -> Any:
 
 
 class _Results(NamedTuple):
-    """New tensors, each with memory of its own, that an operation returns."""
+    """The new tensors that an operation returns, each with a separate storage."""
 
     sizes: tuple[tuple[Any, ...], ...]
     is_single: bool
@@ -155,7 +157,7 @@ class _Results(NamedTuple):
 
     @classmethod
     def of(cls, operation: Any, args: Any, kwargs: Any) -> _Results | None:
-        """Return None for an operation that returns or changes its arguments' memory, or has values of its own."""
+        """Return None for an operation that returns or changes its arguments' memory, or whose result has values."""
         tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         schema = operation._schema
         if any(argument.alias_info is not None for argument in schema.arguments) or not (
@@ -192,12 +194,12 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 
 _inside: list[object] = []
-"""Operations being inferred: to torch's own code tensors say where they are."""
+"""Operations being inferred: inside them, tensors report their real device to torch's own code."""
 
 
 @contextmanager
 def _seeming_on_cpu() -> Iterator[None]:
-    """To models, tensors without memory are on a CPU. A list of their values asks for each of them."""
+    """Tensors without memory appear to models as CPU tensors; `tolist` asks for their values."""
 
     def device(tensor: Tensor) -> torch.device:
         return _CPU if tensor.is_meta and not _inside else _base.device.__get__(tensor)
@@ -227,16 +229,15 @@ _SUMS = (
 
 
 def _as_computed(operation: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation without memory. Of two operations of experts torch infers other results than it computes on a
-    CPU: of grouped products it infers them for bf16 only, and of sums in bf16 and fp64 it gets the indices beside them
-    wrong."""
+    """Run an operation without memory. For two operations of experts, torch infers other results than a CPU computes:
+    for grouped products it infers only bf16, and for sums in bf16 and fp64 it infers wrong indices beside them."""
     if operation in _SUMS:
         return _sums(operation, *args, **kwargs)
     if operation is not _aten._grouped_mm.default or args[0].dtype != torch.float32:
         return operation(*args, **kwargs)
     left, right, *options = args
     result = operation(left.to(torch.bfloat16), right.to(torch.bfloat16), *options, **kwargs)
-    columns = -(-result.shape[-1] // 4) * 4  # rows begin at whole 16 bytes
+    columns = -(-result.shape[-1] // 4) * 4  # rows are aligned to 16 bytes
     strides = [columns, 1] if result.dim() == 2 else [result.shape[1] * columns, columns, 1]
     return left.new_empty_strided(result.shape, strides)
 
@@ -250,15 +251,15 @@ def _sums(operation: Any, entries: Tensor, index: Tensor, *arguments: Any, **opt
 
 
 def _no_spans(ends: Tensor) -> list[tuple[int, int]]:
-    """Take experts to have no rows where only values tell: products expert by expert write into a tensor that is there
-    anyway."""
+    """Assume that experts have no rows where only values would tell: products for single experts write into a tensor
+    that exists anyway."""
     return [(0, 0)] * len(ends)
 
 
 @contextmanager
 def _nothing_packed() -> Iterator[None]:
-    """transformers looks at position ids for sequences that share a row; without values it would have to assume some,
-    and make a mask. This computes the same intermediates and answers no."""
+    """transformers searches position ids for sequences packed into a row; without values it would have to assume some,
+    and make a mask. This computes the same intermediates and reports none."""
 
     def find_none(position_ids: Tensor) -> None:
         steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
@@ -294,7 +295,7 @@ def give_storage(stage: Stage | ModuleStage) -> None:
 
 
 def _static_rope_type(rope_type: Any) -> Any:
-    """Leave rotary embeddings unchanged whose frequencies follow the longest sequence so far ("dynamic")."""
+    """Replace the type "dynamic" of rotary embeddings, whose frequencies depend on the longest sequence so far."""
     if isinstance(rope_type, dict):
         return {name: _static_rope_type(kind) for name, kind in rope_type.items()}
     return "default" if isinstance(rope_type, str) and "dynamic" in rope_type else rope_type

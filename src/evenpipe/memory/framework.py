@@ -18,30 +18,30 @@ class Framework:
     """Properties of a framework that cost memory or time. `FRAMEWORKS` are the known ones."""
 
     masters: Literal["parameters", "optimizer"]
-    """Where the parameters in the optimizer's precision are: "parameters": they are the model's own, and products read
-    a copy; "optimizer": they are sharded with its state, and products read the model's own."""
+    """Where the parameters in the optimizer's precision are: "parameters": in the model, and products read a copy;
+    "optimizer": sharded with the optimizer's state, and products read the model's parameters."""
     gathers: Literal["blocks", "products"] = "products"
     """Tensor parallelism with sequence parallelism. "products": every product by columns gathers its input, and keeps
-    only its own rows of input and output gradient for the weight gradient, for which both are gathered again; the
-    output layer gathers its input, and computes the gradient of all of it.
-    "blocks": a block gathers its input once (`tensor/gathered.py`), cut as a small copy of the model tells
-    (`tensor/cuts.py`); the output gradient stays whole, and so does the input of what is repeated; the output layer
-    gathers its input, and the first stage gets all rows."""
+    only the local rows of input and output gradient for the weight gradient, for which both are gathered again; the
+    output layer gathers its input, and computes the gradient of all rows.
+    "blocks": a block gathers its input once (`tensor/gathered.py`), and is cut as derived from a small copy of the
+    model (`tensor/cuts.py`); the output gradient stays whole, and so does the input of recomputed layers; the output
+    layer gathers its input, and the first stage gets all rows."""
     vocabulary_multiple: int = 1
     """Each rank's rows of a vocabulary matrix are a multiple of this."""
     overlaps_tensor_ranks: bool = False
-    """`tensor_overlap` = "auto" runs their exchange beside products, on GPUs of one node."""
+    """`tensor_overlap` = "auto" overlaps the exchange of tensor ranks with products, on GPUs of one node."""
     exchanges: Literal["whole", "stages", "layers"] = "whole"
-    """What replicas gather and sum at a time, beside the passes of others: the parameters and gradients of a device,
-    which nothing runs beside; those of a stage; or those of a layer, in every microbatch. With ZeRO-3 all but "stages"
-    exchange layers."""
+    """The parameters and gradients that replicas gather and sum at a time: "whole": those of a device, without any
+    overlap; "stages": those of a stage, overlapped with passes of other stages; "layers": those of a layer, in every
+    microbatch, overlapped with other layers. With ZeRO-3 all but "stages" exchange layers."""
     follows_program: bool = False
-    """UNSHARD, RESHARD and REDUCE_GRAD in the program say when sharded parameters are whole and gradients are summed;
-    otherwise parameters are whole one layer at a time."""
+    """UNSHARD, RESHARD and REDUCE_GRAD in the program determine when sharded parameters are whole and gradients are
+    summed; otherwise parameters are whole one layer at a time."""
     saves_casts: bool = False
-    """With products in fp8, a layer keeps its input in 8 bits for the weight gradient, and a step both layouts of every
-    weight, since products on Hopper need the inner dimension last (docs of Transformer Engine, "Handling transposes").
-    Otherwise it keeps its input in 16 bits, and casts both again (torchao, float8/float8_linear.py)."""
+    """With products in fp8, a layer keeps its input in 8 bits for the weight gradient, and both layouts of every weight
+    are kept for a step, since products on Hopper need the inner dimension last (docs of Transformer Engine, "Handling
+    transposes"). Otherwise it keeps its input in 16 bits, and casts both again (torchao, float8/float8_linear.py)."""
     step_counters: bool = False
     """The optimizer keeps one fp32 number per tensor."""
     placeholders: bool = False
@@ -50,10 +50,10 @@ class Framework:
     `megatron/core/tensor_parallel/layers.py`; SimuMax's notes on its B200 runs give their share of the peak."""
     holds_transferred: bool = False
     """Variables of the scheduling function hold a stage's input until the end of its backward, and the last sent input
-    gradient until the next microbatch's replaces it. Otherwise only the graph keeps an input, if it needs it."""
+    gradient until that of the next microbatch replaces it. Otherwise only the graph keeps an input, if it needs it."""
     attention_copies: bool = False
-    """The result of attention exists twice with several sequences per microbatch, or if heads are exchanged for tokens
-    over the context axis: in the layouts of the kernel and of the next product."""
+    """With several sequences per microbatch, or if heads are exchanged for tokens over the context axis, the result of
+    attention exists twice: in the layouts of the kernel and of the next product."""
     gradients_exist: bool = True
     """Sums of gradients exist when a step begins; otherwise its first backward allocates them."""
     stops_early: bool = False
@@ -61,16 +61,16 @@ class Framework:
     workspace: int = 0
     """Bytes of workspace for products, allocated like tensors."""
     groups: tuple[tuple[str, ...], ...] = ()
-    """Communicators besides those of the schedule's transfers, each by the axes in which its members differ."""
+    """Communicators besides those of the schedule's transfers, each as the axes along which its members differ."""
 
     @property
     def is_evenpipe(self) -> bool:
-        """Whether it is this library, with these kernels or others."""
+        """Whether it is this library, with any kernels."""
         return self.follows_program
 
     @property
     def transfers(self) -> bool:
-        """Transfers have their own communicators, as in the program; otherwise that of the pipeline carries them."""
+        """Whether transfers have their own communicators, as in the program, instead of that of the pipeline."""
         return ("pp",) not in self.groups
 
 
@@ -87,8 +87,8 @@ EVENPIPE = Framework(
     groups=(("dp", "cp"), ("tp",), ("cp",), ("dp", "pp", "cp", "tp")),
 )
 """This library: `runtime/parameters.py`, `parallel/groups.py`, `parallel/fsdp.py`, `tensor`, torch's AdamW. cuBLAS has
-a workspace for the thread of forwards and one for that of backwards, 32 MiB each from Hopper on (8 MiB before); an H100
-has shown them (`benchmarks/gpu/memory.py`)."""
+one workspace for the forward thread and one for the backward thread, 32 MiB each from Hopper on (8 MiB before), as
+measured on an H100 (`benchmarks/gpu/memory.py`)."""
 
 MEGATRON = Framework(
     masters="optimizer",
@@ -114,7 +114,7 @@ FSDP = Framework(
     groups=(("dp", "cp"), ("tp",), ("cp",), ("pp",)),
 )
 """torch's fully_shard on every layer: a layer's parameters are gathered before its forward and again before its
-backward, and its gradients are summed behind it, of every microbatch (torch/distributed/fsdp/_fully_shard)."""
+backward, and its gradients are reduced after it, for every microbatch (torch/distributed/fsdp/_fully_shard)."""
 
 FRAMEWORKS = {
     "transformers": EVENPIPE,
@@ -130,8 +130,11 @@ Transformer Engine overlap tensor ranks by default (NVIDIA/dgxc-benchmarking).""
 
 @cache
 def kernels_and_framework(text: str) -> tuple[Kernels, Framework]:
-    """Return kernels by their name and changes, as of `kernels_named`, and the framework that runs them. Errors as
-    there, for products that add to gradients, which only Megatron-LM has, and for fp8 that the framework has not."""
+    """Return kernels by their name and changes, as `kernels_named` does, and the framework that runs them.
+
+    Raises InputError as there, for products that add to gradients outside of Megatron-LM, and for fp8 that the
+    framework does not support.
+    """
     name, kernels = kernels_named(text)
     framework = FRAMEWORKS[name]
     if kernels.weight_gradient == "fused" and framework.gathers == "blocks":

@@ -2,17 +2,17 @@
 
 A linear layer and a cross-entropy at the end of the last stage, on all n tokens. What the losses allocate per logit:
 
-    fp32       logits in bf16, then in fp32, and their log-softmax, the only one that stays; two gradients in fp32
-    bf16       all of it in bf16
+    fp32       logits in bf16, then in fp32, and their log-softmax, which alone stays; two gradients in fp32
+    bf16       the same, all in bf16
     in-place   Megatron-LM's vocabulary-parallel cross-entropy: bf16 logits become fp32 probabilities in place
     fused      Transformer Engine's: the logits become their own gradient
     chunked    a head and loss over chunks of the tokens, recomputed in the backward, as in torchtitan
 
-Beside them are the input that the layer keeps, the tensors that sequence parallelism gathers and scatters, and the
-placeholder of a weight gradient that was added elsewhere:
+In addition there are the input that the layer keeps, the tensors that sequence parallelism gathers and scatters, and
+the placeholder of a weight gradient that was added elsewhere:
 
-    forward     X of all tokens is gathered; its given part stays; logits [tokens, V / tp]
-    backward    the logits' gradient, X again, dX of all tokens, its part, and the placeholder [V / tp, hidden]
+    forward     X of all tokens is gathered; its local rows stay; logits [tokens, V / tp]
+    backward    the logits' gradient, X again, dX of all tokens, its local rows, and the placeholder [V / tp, hidden]
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ WIDE = 4
 """Bytes of an fp32 number."""
 
 CHUNKS = 8
-"""Number of chunks of the loss in chunks."""
+"""Number of chunks of the "chunked" loss."""
 
 
 def per_logit(loss: str, e: int) -> tuple[int, int, int]:
-    """Return bytes per logit that stay after the forward, its peak, and the additional peak of the backward, for logits
-    of e bytes."""
+    """Return, in bytes per logit of e bytes: what stays after the forward, the forward's peak, and the additional peak
+    of the backward."""
     return {
         "fp32": (WIDE, e + 2 * WIDE, 2 * WIDE),
         "bf16": (e, 2 * e, 2 * e),
@@ -43,7 +43,7 @@ def framework_head(layer: OutputLayer, loss: str, *, stream: int, gathers: bool)
 
     Args:
         stream: bytes of the hidden states that the layer receives and whose gradient it returns.
-        gathers: they are parts, and the layer gathers all tokens for its products.
+        gathers: whether these are one rank's rows, and the layer gathers all tokens for its products.
     """
     element, rows = layer.dtype.itemsize, layer.shard.tokens
     logits, hidden, matrix = (

@@ -17,38 +17,39 @@ class Kernels:
     of the GPU; "flash": the same with FlashAttention-2; "sdpa": transformers' default, the same if no mask is needed,
     and a mask and repeated keys and values if a window is shorter than the sequence (models that refuse it run
     "eager"); "unfused": two products, and Megatron-LM's softmax between them, which keeps probabilities in 16 bits,
-    with dropout also its mask and result; "eager": as transformers' modules compute it, which keep them in fp32, too.
-    The last two grow with the square of the sequence."""
+    with dropout also its mask and result; "eager": transformers' modules, which keep probabilities in fp32, too.
+    The bytes of the last two grow with the square of the sequence."""
     norm: Literal["fused", "eager"] = "eager"
     """"fused": the input and one fp32 number per token; "eager": the tensors that autograd saves in transformers' own
     modules."""
     activation: Literal["fused", "eager"] = "eager"
-    """For a gated MLP, "fused": only gate and up; "eager": also the activated gate. For another, "fused": its input."""
+    """For a gated MLP, "fused": only gate and up; "eager": also the activated gate. Without a gate, "fused": its
+    input."""
     rotary: Literal["fused", "eager"] = "eager"
     """Rotary embedding of queries and keys; "eager": as transformers computes it. Both save only the tables."""
     experts: Literal["rows", "pairs"] = "rows"
-    """"rows": a layer's experts keep their input and the first product, as this library runs them; "pairs": as the
-    model's config says, with grouped products that keep a row for each token and expert."""
+    """"rows": a layer's experts keep their input and the first product, as this library runs them; "pairs": the
+    implementation in the model's config, with grouped products that keep a row for each token and expert."""
     weight_gradient: Literal["fused", "eager"] = "eager"
-    """"fused": the product for a weight gradient adds to the existing gradient; "eager": it makes a new tensor
-    first."""
+    """"fused": the product for a weight gradient adds to the existing gradient; "eager": it first returns a new
+    tensor."""
     products: Literal["compute", "fp8", "mxfp8"] = "compute"
-    """Products of layers, in the type of activations, or of operands that are cast to 8 bits: with one scale for each
-    tensor, or for every 32 elements (MXFP8). The output layer and attention itself stay in the type of activations.
-    Scales are not counted, so both have the same bytes and times."""
+    """Products of layers are in the dtype of activations, or of operands cast to 8 bits, with one scale per tensor or
+    per 32 elements (MXFP8). The output layer and attention itself stay in the dtype of activations. Scales are not
+    counted, so fp8 and mxfp8 have the same bytes and times."""
     parameters: Literal["compute", "cast"] = "compute"
-    """Matrices of layers exist in the type of activations, or only as the operands of products in fp8 that are cast
-    from masters, as with Megatron-LM's --fp8-param-gather."""
+    """Matrices of layers exist in the dtype of activations, or only as operands of fp8 products, cast from masters, as
+    with Megatron-LM's --fp8-param-gather."""
     selective: Literal["products", "half"] = "products"
     """What "selective" checkpointing keeps besides attention: the results of all products, or of every second one, as
     torchtitan's "op" does."""
     transfers: Literal["beside", "between"] = "beside"
-    """Hidden states travel between stages beside passes, or between them, as with Megatron-LM's
-    --no-overlap-p2p-communication: then the pass behind waits on both devices. Of times only."""
+    """Transfers of hidden states between stages overlap with passes ("beside"), or run between them, as with
+    Megatron-LM's --no-overlap-p2p-communication: then the next pass waits on both devices. Affects only times."""
     loss: Literal["evenpipe", "fp32", "bf16", "in-place", "fused", "chunked"] = "evenpipe"
-    """Output layer and loss: "evenpipe" is S, C and T of this library; the others are those of frameworks: logits in
-    fp32 and the framework's cross-entropy, the same in bf16, vocabulary-parallel in place, one fused kernel that keeps
-    bf16 logits, and a recomputed head and loss in chunks."""
+    """Output layer and loss: "evenpipe": S, C and T of this library. The others are those of frameworks: "fp32": logits
+    in fp32 and the framework's cross-entropy; "bf16": the same in bf16; "in-place": vocabulary-parallel in place;
+    "fused": one fused kernel that keeps bf16 logits; "chunked": a recomputed head and loss in chunks."""
 
     def __post_init__(self) -> None:
         check_literals("kernels", self)
@@ -73,16 +74,16 @@ PRESETS = {
     "transformer-engine": replace(_FUSED, experts="pairs", weight_gradient="fused", loss="fused"),
     "fsdp": Kernels(attention="flash", norm="fused", selective="half", loss="fp32"),
 }
-"""By name: the modules of transformers as `evenpipe train` runs them; the same through torch.compile, which fuses what
-stands between products, and keeps for the backward what fused kernels keep; the same with fused kernels; the kernels of
-Megatron-LM (`gradient_accumulation_fusion` is its default), also with Transformer Engine and its fused cross-entropy;
-and what torch's FSDP runs in torchtitan without `torch.compile`: FlashAttention-2, fused norms, and the loss of logits
-in fp32."""
+"""By name: the modules of transformers as `evenpipe train` runs them; the same through torch.compile, which fuses the
+operations between products, and keeps for the backward what fused kernels keep; the same with fused kernels; the
+kernels of Megatron-LM (`gradient_accumulation_fusion` is its default), also with Transformer Engine and its fused
+cross-entropy; and the kernels of torch's FSDP in torchtitan without `torch.compile`: FlashAttention-2, fused norms, and
+a loss of fp32 logits."""
 
 
 def kernels_named(text: str) -> tuple[str, Kernels]:
-    """Return the preset's name, and its kernels with the changes behind it, as in "megatron,attention=unfused". Raises
-    InputError for an unknown name, field or value."""
+    """Return the preset's name, and its kernels with the changes after the name, as in "megatron,attention=unfused".
+    Raises InputError for an unknown name, field or value."""
     name, *changes = text.split(",")
     if name not in PRESETS:
         raise unknown("kernels", name, PRESETS)

@@ -1,9 +1,9 @@
-"""Numbers of bytes that grow with the microbatch: what one trace says of every size.
+"""Numbers of bytes as linear functions of the microbatch size, so that one trace covers all sizes.
 
-A trace runs with a prime number of sequences. Tensors whose bytes it divides grow with the sequences, all others have
-the same size whatever the microbatch. So a sum of such tensors is a line, `base + slope * sequences`, written as one
-whole number, `slope * 2**80 + base`: lines are added and subtracted as these are. Which line is the highest depends on
-the sequences, so a peak is a set of lines.
+A trace runs with a prime number of sequences. Tensors whose bytes are divisible by it grow with the sequences; all
+others have the same size for any microbatch. So the bytes of a sum of tensors are a line, `base + slope * sequences`,
+encoded as one integer, `slope * 2**80 + base`: lines are added and subtracted by adding and subtracting these integers.
+Which line is the highest depends on the number of sequences, so a peak is a set of lines.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _HALF = 1 << (_SHIFT - 1)
 
 
 def prime_for(constant: Iterable[int]) -> int:
-    """A prime that divides none of these sizes, which do not depend on the sequences."""
+    """A prime that divides none of these sizes, which do not depend on the number of sequences."""
     sizes = list(constant)
     return next(prime for prime in PRIMES if all(size % prime for size in sizes if size))
 
 
 def line_of(size: int, sequences: int) -> int:
-    """The line of a tensor that has this size with a prime number of sequences."""
+    """The line of a tensor that has this size if `sequences` is the prime number of sequences."""
     return size // sequences << _SHIFT if size % sequences == 0 else size
 
 
@@ -45,7 +45,7 @@ def highest(lines: Iterable[int], sequences: int) -> int:
 
 
 class Peak:
-    """The lines that are highest for some number of sequences, of all that were seen."""
+    """Of all lines seen, those that are the highest for some number of sequences."""
 
     def __init__(self, first: int) -> None:
         self._parts = [parts(first)]

@@ -1,12 +1,12 @@
 """Layers that are shared as in Megatron-LM, for tensors without memory (`fakes`).
 
 Tensor parallelism (arXiv 1909.08053) cuts the parameters of every block. With sequence parallelism (arXiv 2205.05198)
-each rank keeps its rows of the hidden states between blocks: a product by columns gathers them, saves only its own, and
-gathers again in the backward; a product by rows scatters the sum of its result. With context parallelism, attention
-holds the keys and values of all other ranks while it runs, and in the backward their gradients too (for a ring and an
-all-gather alike).
+each rank keeps its rows of the hidden states between blocks: a product by columns gathers them, saves only the local
+rows, and gathers again in the backward; a product by rows reduce-scatters its result. With context parallelism,
+attention holds the keys and values of all other ranks while it runs, and in the backward their gradients too (for a
+ring and an all-gather alike).
 
-A block gets a placeholder of all rows, a view of a single one; its products read the rank's own rows instead.
+A block gets a placeholder of all rows, a view of a single row; its products read the rank's local rows instead.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class MegatronLayout:
     tp: int = 1
     sequence_parallel: bool = True
     fuses_gradients: bool = True
-    """Products for weights' gradients add to the existing gradients, without tensors of their own."""
+    """Products for weight gradients add to the existing gradients, without allocating tensors."""
     casts: bool = False
-    """Products read operands of 8 bits, and keep such an input."""
+    """Products read operands in 8 bits, and keep their input in 8 bits."""
     cp: int = 1
     exchanges_heads: bool = False
     """Context ranks exchange heads for tokens."""
@@ -54,7 +54,7 @@ class MegatronLayout:
 
     @property
     def rows(self) -> int:
-        """Ranks that each have their own rows of the hidden states."""
+        """Number of ranks over which the rows of the hidden states are split."""
         return self.tp if self.sequence_parallel else 1
 
 
@@ -67,14 +67,14 @@ class _Rank(FirstRank):
 
 @dataclass(slots=True, eq=False)
 class FusedSum(Entry):
-    """The inputs of W for a layer whose weight's gradient is added where it is, without a tensor of its own."""
+    """The inputs of W for a layer whose weight gradient is added to the existing one, without a separate tensor."""
 
     weight: nn.Parameter = field(kw_only=True)
 
 
 @dataclass(slots=True, eq=False)
 class _Casts:
-    """The operands in 8 bits of a stage's products; those of one input share a copy."""
+    """The operands in 8 bits of a stage's products; products of the same input share a copy."""
 
     _last: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
 
@@ -101,17 +101,17 @@ class _Layer:
     queue: WeightGradients
     rank: _Rank
     rows: Callable[[], Tensor] | None = None
-    """Returns the own rows of its input, if it gathers the others."""
+    """Returns the local rows of its input, if it gathers the others."""
     scatters: bool = False
     casts: _Casts | None = None
-    """Of products in fp8."""
+    """Casts of products in fp8; None for other products."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
         result: Tensor = _Product.apply(hidden if self.rows is None else self.rows(), self)
         return result
 
     def output(self, hidden: Tensor) -> Tensor:
-        """Return [batch, tokens, out] for an input [batch, tokens, in]; either may have own rows only."""
+        """Return [batch, tokens, out] for an input [batch, tokens, in]; either may have only local rows."""
         weight = self.module.weight if is_transposed(self.module) else self.module.weight.t()
         if self.scatters:
             batch, length, width = hidden.shape
@@ -121,7 +121,7 @@ class _Layer:
         return functional.linear(all_rows, weight.t(), self.module.bias)
 
     def input_gradient(self, saved: Tensor, gradient: Tensor) -> Tensor:
-        """Return the gradient of what was saved, and queue or add that of the weight."""
+        """Return the gradient of the saved input, and queue or add that of the weight."""
         layouts = () if self.casts is None else (self.casts.operand(gradient), self.casts.operand(gradient))
         gathered_gradient = self._gathered(gradient) if self.scatters else None
         entry = FusedSum((), partial(self._add, saved, gradient), weight=self.module.weight)
@@ -132,7 +132,7 @@ class _Layer:
             gathered_input = self._gathered(saved) if self.rows is not None else None
         if self.rows is not None:
             result = self._gathered(saved, gradient)
-        result = gradient.new_empty(saved.shape)  # of whole rows: scattered
+        result = gradient.new_empty(saved.shape)  # if all rows were gathered: reduce-scattered
         del gathered_gradient, gathered_input, layouts
         return result
 
@@ -142,7 +142,7 @@ class _Layer:
         return ()
 
     def _gathered(self, rows: Tensor, like: Tensor | None = None) -> Tensor:
-        """Return memory for the rows of all ranks. like: has their type; None: `rows` have it."""
+        """Return memory for the rows of all ranks. like: tensor of the same dtype; None: `rows`."""
         batch, length, width = rows.shape
         return (rows if like is None else like).new_empty(batch, length * self.rank.size, width)
 
@@ -169,7 +169,7 @@ class _Product(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Input:
-    """The own rows that a block gets, while it runs."""
+    """The local rows that a block gets, while it runs."""
 
     block: Block
     ranks: int
@@ -178,7 +178,7 @@ class _Input:
     def replace(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The hook before the block: replace own rows by the placeholder of all."""
+        """The hook before the block: replace the local rows by the placeholder of all rows."""
         hidden = self.block.hidden
         self._rows = weakref.ref(next(args[key] if isinstance(key, int) else kwargs[key] for key in hidden))
         return (
@@ -191,7 +191,7 @@ class _Input:
         return rows.detach()[:, :1].expand(batch, length * self.ranks, width)
 
     def rows(self) -> Tensor:
-        """The own rows."""
+        """The local rows."""
         rows = self._rows()
         assert rows is not None
         return rows
@@ -206,12 +206,12 @@ def share(
     *,
     cut: ModelCut | None,
 ) -> None:
-    """Let a stage, which has one rank's parameters, compute as this rank does.
+    """Make a stage, which has one rank's parameters, compute as this rank does.
 
     Args:
-        names: of its layers.
-        queue: of weight gradients between I and W.
-        cut: over tensor ranks; None for one.
+        names: names of its layers.
+        queue: queue of weight gradients between I and W.
+        cut: how layers are cut over tensor ranks; None for a single rank.
     Raises:
         InputError: a part of a layer cannot be cut.
     """
@@ -243,15 +243,15 @@ def share(
 
 
 def _is_of_matrices(module: nn.Module, cut: BlockCut) -> bool:
-    """Return whether a block is matrices cut by columns and one by rows, and nothing else. Otherwise, as with experts,
-    it gathers its input once, and scatters the sum of its result."""
+    """Return whether a block consists only of matrices cut by columns and one cut by rows. Otherwise, as with experts,
+    it gathers its input once, and reduce-scatters its result."""
     linear = {key for key, child in module.named_modules() if is_one_product(child)}
     split = {key.removesuffix(".weight") for group in cut.groups for key in group.splits}
     return cut.sums_at is not None and linear <= split
 
 
 def _of_block(module: nn.Module, block: Block, rank: _Rank, queue: WeightGradients) -> dict[nn.Module, _Layer]:
-    """Return the products of a block, which gets the placeholder from now on."""
+    """Return the products of a block, and make the block get the placeholder from now on."""
     cut, block_input = block.cut, _Input(block, rank.size)
     assert cut is not None
     module.register_forward_pre_hook(block_input.replace, with_kwargs=True)
@@ -265,7 +265,7 @@ def _of_block(module: nn.Module, block: Block, rank: _Rank, queue: WeightGradien
 
 
 def _leave_out_ends(stage: Stage, last_parameters: Iterable[str]) -> None:
-    """Compute nothing of other stages: Megatron-LM's have no parts but their own."""
+    """Make a stage compute nothing that belongs to other stages: Megatron-LM's stages have only their own modules."""
 
     def stand_in(received: Tensor, form: EdgeTensor) -> Tensor:
         batch, length, width = received.shape

@@ -1,4 +1,4 @@
-"""Shared by estimates of one model: its parameters, its programs, its traced stages."""
+"""Data shared by estimates of one model: its parameters, its programs, its traced stages."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ class ModelBytes:
         self.description = description
         self.parameters = Parameters(description)
         self.small_copies = SmallCopies.of(description)
-        """Kept for the checks of many layouts."""
+        """Reused by the checks of many layouts."""
         self._programs: dict[tuple[object, ...], tuple[Program, Planned]] = {}
         self._tracers: dict[Tracing, StageTracer] = {}
         self._cuts: dict[int, ModelCut | str] = {}
         self._files: TraceFiles | None = None
 
     def keep_traces(self) -> None:
-        """Keep traces on disk, and use those that are there, for stages that are not traced yet."""
+        """For stages not traced yet, read existing traces from disk, and write new ones to it."""
         self._files = TraceFiles.of(self.description)
 
     @cached_property
     def row_work(self) -> RowWork:
-        """How the work of its layers grows along a row."""
+        """How the work of the model's layers grows along a row."""
         return RowWork.of(self.description)
 
     def cut(self, settings: Settings) -> ModelCut | None:
-        """Return how layers are cut over tensor ranks; None for one, and in frameworks with other cuts.
+        """Return how layers are cut over tensor ranks; None for a single rank, and for frameworks with other cuts.
 
-        Raises InputError if the model cannot be cut so.
+        Raises InputError if the model cannot be cut over this many ranks.
         """
         return self._layer_cut(settings.parallelism.tp) if settings.is_ours else None
 
     def _layer_cut(self, ranks: int) -> ModelCut | None:
-        """Return how layers are cut over tensor ranks. Errors as `cut`."""
+        """Return how layers are cut over tensor ranks. Errors as for `cut`."""
         if ranks == 1:
             return None
         if ranks not in self._cuts:
@@ -82,7 +82,7 @@ class ModelBytes:
         dtype: str = "bf16",
         loss: LossOptions | None = None,
     ) -> Planned:
-        """Return the program of a recipe, as `programs.planned`; given programs are cached."""
+        """Return the program of a recipe, as `programs.planned` does; results for given programs are cached."""
         if not isinstance(recipe.schedule, Program):
             return planned(self.description, recipe, hardware, dtype, loss)
         program, parallelism = recipe.schedule, recipe.parallelism
@@ -109,10 +109,11 @@ class ModelBytes:
         kinds: Collection[Kind],
         piece: Piece | None = None,
     ) -> StageBytes:
-        """Return a stage from running it without memory.
+        """Return the bytes of a stage, measured by running it without memory.
 
-        bounds: first layer (inclusive) and last (exclusive). ends: whether it is the first and the last stage.
-        kinds: of its device's passes. piece: of `settings.pieces`. Raises InputError if it cannot be run so.
+        bounds: first layer (inclusive) and last (exclusive). ends: whether it is the first, and whether it is the last
+        stage. kinds: kinds of its device's passes. piece: one of `settings.pieces`. Raises InputError if the stage
+        cannot be run without values.
         """
         backwards: Literal["whole", "split", "both"] = "whole"
         if Kind.I in kinds:
@@ -127,9 +128,9 @@ class ModelBytes:
         )
 
     def layer(self, layer: int, settings: Settings, *, split: bool, piece: Piece | None = None) -> LayerBytes:
-        """Return the bytes that one layer adds to a stage, with the usual overlap of experts, and to a row or so that
-        these exchange. split: backwards are I and W. Raises InputError as `stage`."""
-        # Whatever runs beside an exchange of experts changes no more than peaks.
+        """Return the bytes that one layer adds to a stage, with the default overlap of experts, and exact to about one
+        of the rows that experts exchange. split: whether backwards are I and W. Raises InputError as `stage` does."""
+        # The overlap of an exchange of experts changes only peaks.
         parallelism = replace(settings.parallelism, experts=ExpertOptions())
         usual = replace(settings, recipe=replace(settings.recipe, parallelism=parallelism))
         tracer = self._tracer(usual, "split" if split else "whole", recompute=False, piece=piece)
@@ -160,8 +161,7 @@ class ModelBytes:
 
 
 def _megatron_layout(settings: Settings) -> MegatronLayout | None:
-    """Return how layers are shared in another framework, or without sequence parallelism; None: as this library does
-    it."""
+    """Return how layers are shared in another framework, or without sequence parallelism; None: as in this library."""
     parallelism, framework = settings.parallelism, settings.framework
     if settings.is_ours and (parallelism.tp == 1 or parallelism.sequence_parallel):
         return None

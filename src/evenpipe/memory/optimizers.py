@@ -11,12 +11,13 @@ from evenpipe.optimizers.adafactor import BUCKET_ELEMENTS
 from evenpipe.optimizers.muon import ELEMENTS_AT_ONCE
 
 Optimizer = Literal["adamw", "muon", "adafactor", "sgd", "amsgrad", "plain-sgd"]
-"""amsgrad: AdamW with it. plain-sgd: without momentum."""
+""""amsgrad": AdamW with AMSGrad. "plain-sgd": without momentum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Trained parameters by their optimizer state. All fields count elements, except `tensors` and `matrix_tensors`."""
+    """Counts of trained parameters, by the optimizer state that they need. All fields count elements, except `tensors`
+    and `matrix_tensors`."""
 
     elements: int = 0
     tensors: int = 0
@@ -56,7 +57,7 @@ def trained_tensor(shape: Sequence[int], *, matrix: bool, elements: int | None =
     rows, columns = elements, 0
     if len(shape) >= 2 and total:
         rows, columns = elements // shape[-1], elements // shape[-2]
-    if len(shape) > 2:  # each process has whole stacked matrices
+    if len(shape) > 2:  # each process holds whole matrices of the stack
         rows, columns = rows + columns, 0
     return Trained(
         elements=elements,
@@ -71,7 +72,8 @@ def trained_tensor(shape: Sequence[int], *, matrix: bool, elements: int | None =
 
 
 def kept_numbers(optimizer: str, trained: Trained) -> tuple[int, int]:
-    """Return (numbers that are sharded like parameters, numbers that every process with rows has). SGD has momentum."""
+    """Return two counts of numbers kept: those sharded like parameters, and those kept by every process with rows. SGD
+    has momentum."""
     match optimizer:
         case "adafactor":
             return trained.row_factors, trained.column_factors
@@ -95,8 +97,8 @@ def bytes_in_step(optimizer: str, trained: Trained, *, master: int, shards: int)
     """Return the maximum bytes of temporaries in a step.
 
     Muon needs the momentum of a matrix in bf16, and four more copies of it during orthogonalisation; with shards, two
-    rounds of rows of one matrix per shard, and a whole matrix for each. Adafactor needs the updates of a bucket, or of
-    one parameter if parameters are not sharded.
+    rounds of rows of one matrix per shard, and a whole matrix for each round. Adafactor needs the updates of a bucket,
+    or of one parameter if parameters are not sharded.
 
     Args:
         master: bytes of an element of the parameters.
