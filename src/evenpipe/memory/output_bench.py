@@ -1,7 +1,7 @@
-"""S, C and T of one device under the tracker, on tensors without memory.
+"""Runs S, C and T of one device under the tracker, on tensors without memory.
 
 They are the functions that the runtime calls (`runtime/vocabulary_layers.py`), in its order. Products, kernels and
-lists of targets are replaced by functions that allocate what those of a machine do.
+lists of targets are replaced by functions that allocate the same memory as those of a machine.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from .fakes import without_memory
 from .tracker import Span, Tracker
 
 Machine = Literal["gpu", "cpu", "cpu without bf16"]
-""""gpu": products write into their accumulators, Triton's kernels process them, and the allocator reuses memory; "cpu":
-bf16 products have bf16 results; "cpu without bf16": they are computed in fp32, piece by piece."""
+""""gpu": products write into their accumulators, Triton kernels process them, and the allocator reuses memory; "cpu":
+bf16 products have bf16 results; "cpu without bf16": bf16 products are computed in fp32, in pieces."""
 
 
 Passes = Literal["S C T", "S T", "F B", "F I W"]
-""""S C T": one barrier; "S T": two; otherwise the layer is a part of the last stage's passes."""
+""""S C T": one barrier; "S T": two barriers; otherwise the layer is part of the last stage's passes."""
 
 
 def this_cpu() -> Machine:
-    """Return which machine the processor of this process is."""
+    """Return the kind of machine that this process runs on."""
     return "cpu" if products.cpu_has_bf16() else "cpu without bf16"
 
 
@@ -62,9 +62,9 @@ class OutputLayer:
     passes: Passes
     shard: Shard
     shards: int
-    """Over which statistics are gathered."""
+    """Number of shards whose statistics are gathered."""
     ranks: int
-    """Tensor ranks that each have a part of the hidden states, and of their gradient."""
+    """Number of tensor ranks that each hold a part of the hidden states, and of their gradient."""
     tokens: int
     labelled: int
     """Tokens that have a label."""
@@ -80,7 +80,7 @@ class OutputLayer:
 
 @cache
 def output_bytes(layer: OutputLayer) -> VocabularyBytes:
-    """Return the bytes of the output layer, but for its parameters."""
+    """Return the bytes of the output layer, without those of its parameters."""
     with without_memory() as tracker, _machine(layer):
         return _Bench(layer, tracker).trace()
 
@@ -99,7 +99,7 @@ class _Bench:
         self._bias_gradient = torch.empty(rows, dtype=wide) if layer.bias else None
 
     def trace(self) -> VocabularyBytes:
-        """Return the bytes of a microbatch, in the memory that an earlier one has left."""
+        """Return the bytes of a microbatch that reuses the buffers of an earlier one."""
         first = self._microbatch()
         return self._microbatch() if self._buffers.free else first
 
@@ -149,7 +149,7 @@ class _Bench:
 
     def _output(self, hidden: Tensor) -> tuple[Tensor, OutputState]:
         layer = self._layer
-        gathered = hidden if self._exchange is None else self._exchange.gather(hidden)  # until the end
+        gathered = hidden if self._exchange is None else self._exchange.gather(hidden)  # live until the end
         statistics, saved = forward_shard(
             gathered,
             self._weight,
@@ -174,7 +174,7 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 class BuffersOfGpu(Buffers):
-    """Of a GPU, whose allocator has what is free, and where rows begin at whole vectors."""
+    """Buffers of a GPU, where the allocator keeps free memory, and rows are aligned to vectors."""
 
     def give(self, *tensors: Tensor | None) -> None:
         pass
@@ -186,7 +186,7 @@ class BuffersOfGpu(Buffers):
 
 @contextmanager
 def _machine(layer: OutputLayer) -> Iterator[None]:
-    """While entered, the functions of the output layer allocate what they do on the machine."""
+    """Inside the context, the functions of the output layer allocate as they do on the layer's machine."""
     in_blocks = output.rows_per_block
     changes: list[tuple[Any, str, Any]] = [
         (output, "find_targets", partial(_targets, layer)),
@@ -217,13 +217,13 @@ def _machine(layer: OutputLayer) -> Iterator[None]:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Compute into tensors that are there."""
+    """Stands for functions that write into existing tensors."""
 
 
 def _first_of(
     parts: Callable[..., Any], rooms: Rooms, output_state: OutputState, *arguments: Any, **kwargs: Any
 ) -> Any:
-    """Return the first of the parts in which a block of logits is processed: they are alike."""
+    """Process only the first part of a block of logits: all parts are alike."""
     tokens, columns = rooms.logits.shape
     rows = slice(output_state.kernels.tokens_at_once(tokens, columns, rooms.logits))
     derivative = None if rooms.derivative is None else rooms.derivative[rows]
@@ -236,8 +236,8 @@ def _kernels(options: LossOptions, like: Tensor) -> plain.Kernels:
 
 
 def _targets(layer: OutputLayer, *_: Any, block: int, part: int, by_column: bool) -> Targets:
-    """Return what `find_targets` does for labels that are spread evenly over the tokens; on a GPU the lists are copied
-    together."""
+    """Return the result of `find_targets` for labels that are spread evenly over the tokens; on a GPU all lists are
+    copied at once."""
     tokens, count = layer.labelled, layer.owned
     sizes = [tokens] * (tokens < layer.tokens) + [tokens] * by_column + [count, count]
     if layer.machine == "gpu":

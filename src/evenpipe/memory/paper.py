@@ -47,7 +47,7 @@ class PaperEstimate:
         return self.states + self.activations
 
     def fits(self, memory: int) -> bool:
-        """Return whether it fits a GPU with this many bytes, by its rule."""
+        """Return whether it fits a GPU with this many bytes, by the paper's rule."""
         return self.total <= FEASIBLE * memory
 
 
@@ -60,8 +60,8 @@ def paper_estimate(
     stages_per_device: int = 1,
     gradient_bytes: int = 4,
 ) -> PaperEstimate:
-    """Return the paper's estimate: sequence parallelism, FlashAttention, no dropout; with `zero` sharded over DP and
-    CP."""
+    """Return the paper's estimate, for sequence parallelism, FlashAttention and no dropout; with `zero`, states are
+    sharded over DP and CP."""
     h, f, L, v = shape.hidden_size, shape.mlp_size, shape.layers, shape.vocabulary
     r = shape.key_value_heads / shape.heads
     t, p, b, s = parallelism.tp, parallelism.pp, microbatch_size, sequence / parallelism.cp
@@ -69,7 +69,7 @@ def paper_estimate(
 
     layers = 2 * L * h * h * ((1 + r) + f / h * mlp_matrices + 1 / h)  # (*) norms are divided by t below
     held = (layers / p + h * v) / t
-    if p == 1 and not shape.tied:  # (*) a last device of its own is not considered
+    if p == 1 and not shape.tied:  # (*) a separate last device is not considered
         held += h * v / t + h
     per_parameter = 2 + gradient_bytes + 12 / (parallelism.shards if parallelism.zero else 1)
 
@@ -84,7 +84,7 @@ def paper_estimate(
 
 
 def paper_shape(description: Description) -> PaperShape:
-    """Read from a model's config. Raises InputError if a field that the formula needs has no number."""
+    """Return the sizes in a model's config. Raises InputError if a field that the formula needs has no number."""
     layers = [description.layer_config(index) for index in range(description.layers)]
 
     def number(*names: str) -> int:

@@ -1,13 +1,13 @@
-"""The parameters of a GPU: the tensors of the model's skeleton, and the share that tensor parallelism leaves of each.
+"""The parameters of a GPU: the tensors of the model's skeleton, and the shard of each that tensor parallelism leaves.
 
-With this library's tensor parallelism each layer is cut as a small copy of the model tells (`tensor.layers.ModelCut`);
-counted is the first rank, which alone has the biases that are added to sums.
+With this library's tensor parallelism each layer is cut as derived from a small copy of the model
+(`tensor.layers.ModelCut`). The counts are those of the first rank, which alone has the biases that are added to sums.
 
 Tensor parallelism as in Megatron-LM (arXiv 1909.08053, section 3): of two consecutive matrices the first is split by
-columns (outputs) and the second by rows (inputs), biases of the first with it; biases of the second, norms and routers
-are whole everywhere. transformers' configs give the split (`base_model_tp_plan`); if one does not, the last linear
+columns (outputs), together with its bias, and the second by rows (inputs); biases of the second, norms and routers are
+whole on every rank. transformers' configs give the split (`base_model_tp_plan`); if one does not, the last linear
 module of its parent is split by rows and the others by columns. With fewer heads of keys and values than ranks, each
-rank holds one of them. The vocabulary matrices are split by rows.
+rank holds one of these heads. The vocabulary matrices are split by rows.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Tensor:
     """Share of its outputs that are keys and values: 1 for their own matrices, 0 for most."""
     trained: bool
     matrix: bool = False
-    """Muon is for it."""
+    """Whether Muon orthogonalises it."""
     split: bool = False
-    """Whether it belongs to a linear module or is a matrix of experts: a split backward leaves its gradient to W."""
+    """Whether it belongs to a linear module or to experts, so that a split backward computes its gradient in W."""
     expert: bool = False
-    """Whether its first axis is that of experts, which members of a group share."""
+    """Whether its first axis enumerates experts, which members of a group share."""
 
     def local(self, tp: int, key_value_heads: int, members: int = 1) -> int:
         """Return the elements that one of `tp` ranks holds, on the first of the members that share experts."""
@@ -68,7 +68,7 @@ class Tensor:
         return -(-elements // tp)
 
     def of_member(self, elements: int, members: int) -> int:
-        """Return those of the first member: ceil(E / ep) of E experts."""
+        """Return how many of these elements the first member holds: ceil(E / ep) of E experts."""
         experts = self.shape[0] if self.expert else 1
         return elements // experts * -(-experts // members) if self.expert else elements
 
@@ -87,11 +87,11 @@ class Held:
     largest: int = 0
     """Elements of the largest layer, or of the largest tensor outside of layers."""
     shared: int = 0
-    """Elements of the bucket in which tensor ranks sum the gradients of what several of them hold."""
+    """Elements of the bucket in which tensor ranks sum the gradients of parameters that several of them hold."""
     bucketed: int = 0
     """Trained elements of tensors so small that replicas sum them in one bucket."""
     products: frozenset[tuple[str, int]] = frozenset()
-    """Splits of matrices and their elements here, each pair once. Matrices of one parent with the same split count as
+    """Distinct pairs of a matrix's split and its elements here. Matrices of one parent with the same split count as
     one, as in frameworks with packed projections."""
 
     @property
@@ -159,11 +159,11 @@ class Parameters:
         members: int = 1,
         of: Of = "all",
     ) -> Held:
-        """Return the parameters of the layers from `first` to before `last`, with those before and after all layers,
-        without the vocabulary matrices.
+        """Return the parameters of layers [first, last), including those before and after all layers if the stage is
+        the first or the last, without the vocabulary matrices.
 
-        cut: how this library cuts the layers over `tp` ranks; None: as Megatron-LM. Raises InputError if it cannot.
-        members: of a group that shares experts; the first one holds ceil(E / ep) of them.
+        cut: how this library cuts the layers over `tp` ranks; None: as in Megatron-LM. Raises InputError if it cannot.
+        members: size of a group that shares experts; its first member holds ceil(E / ep) of them.
         """
         key = (first, last, tp, is_first, is_last, id(cut), members, of)
         if key not in self._held_by_stage:
@@ -180,8 +180,8 @@ class Parameters:
         return self._held_by_stage[key]
 
     def buffers(self, first: int, last: int) -> int:
-        """Return the bytes that a stage of these layers keeps besides parameters: tables and constants of its own
-        layers, and of all modules outside of layers."""
+        """Return the bytes that a stage of these layers keeps besides parameters: tables and constants of its layers,
+        and of all modules outside of layers."""
         key = (first, last)
         if key not in self._buffers_by_stage:
             layers_prefix = f"{self._description.structure.layers_name}."
@@ -196,7 +196,7 @@ class Parameters:
     def vocabulary(self, embedding_rows: int, head_rows: int, *, one_matrix: bool) -> Held:
         """Return the parameters of the vocabulary layers, from the rows of each on this GPU.
 
-        one_matrix: weights are tied, and both are the same rows of one matrix.
+        one_matrix: whether weights are tied, and both layers hold the same rows of one matrix.
         """
         description = self._description
         head = description.embedding_name if description.tied else description.head_name
@@ -214,7 +214,7 @@ class Parameters:
         return held
 
     def _layer(self, index: int, tp: int, cut: ModelCut | None, members: int, of: Of) -> Held:
-        """Return one layer on the first of `tp` ranks and of the members."""
+        """Return one layer on the first of `tp` ranks and the first of the members."""
         tensors = self.layers[index]
         key = (id(tensors) if cut is None else index, tp, id(cut), members, of)  # `layers` keeps them alive
         if key not in self._held_by_layer:
@@ -229,7 +229,7 @@ class Parameters:
     def _cut_sizes(
         self, index: int, tensors: Sequence[Tensor], tp: int, cut: ModelCut, members: int
     ) -> tuple[list[int], int]:
-        """Return the elements of each tensor, and those of the bucket of what several ranks hold."""
+        """Return the elements of each tensor, and those in the bucket of parameters that several ranks hold."""
         prefix = f"{self._description.structure.layers_name}.{index}."
         placements = cut.placements(self._description, index, 0, tp)
         first_rank_only = cut.alone(self._description, index)
@@ -244,11 +244,11 @@ class Parameters:
         return sizes, shared
 
     def _outside(self, name: str, shape: tuple[int, ...]) -> Held:
-        """Return a tensor outside of layers, which is here as a whole."""
+        """Return a tensor outside of layers, which is not split."""
         return _held([Tensor(name, shape, "whole", 0.0, self._trained(name))], [math.prod(shape)])
 
     def _trained(self, name: str) -> bool:
-        """A live model knows which of its parameters are frozen; others have none."""
+        """Return whether a parameter is trained. Only live models have frozen parameters."""
         description = self._description
         model = description.skeleton if description.model is None else description.model
         trained: bool = model.get_parameter(name).requires_grad
@@ -273,7 +273,7 @@ class Parameters:
                 yield Tensor(name, tuple(parameter.shape), tensor_cut, share, trained, matrix, split, expert)
 
     def _cut(self, layer: nn.Module, name: str, module: nn.Module) -> Cut | None:
-        """Return how a module's parameters are split; None: parameter by parameter."""
+        """Return how a module's parameters are split; None: each parameter is split individually."""
         if self._plan:
             return self._planned(name)
         if not is_linear(module):
@@ -293,7 +293,7 @@ class Parameters:
 
 
 def _held(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Held:
-    """sizes: elements of each tensor here."""
+    """Return the parameters on one GPU. sizes: elements of each tensor there."""
     trained = [(tensor, size) for tensor, size in zip(tensors, sizes, strict=True) if tensor.trained]
     optimized = (trained_tensor(tensor.shape, matrix=tensor.matrix, elements=size) for tensor, size in trained)
     return Held(

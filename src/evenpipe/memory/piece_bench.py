@@ -1,7 +1,7 @@
-"""A piece of sequences for a stage under the tracker: what it sees, and the exchanges of its attention.
+"""Gives a stage under the tracker a piece of its sequences: the mask, and the exchanges of its attention.
 
-The exchanges are the runtime's own, between one process and others that do not exist: they allocate, and results have
-no meaning. What earlier and later slices leave in a carry is put there.
+The exchanges are the runtime's, between one process and others that do not exist: they allocate memory, but results
+have no meaning. The carry that earlier and later slices would leave is filled in.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from evenpipe.work import Done
 
 
 class _FirstOf:
-    """The communicator of the first of so many processes, without the others."""
+    """The communicator of the first of several processes, without the others."""
 
     position = 0
 
     def __init__(self, size: int, measure: Callable[[int], int]) -> None:
         self.members, self._measure = tuple(range(size)), measure
         self.gathered: list[int] = []
-        """Bytes of each table."""
+        """Bytes of each all-gather's output."""
 
     def all_gather(self, tensor: Tensor, what: str) -> Done:
         output = tensor.new_empty((len(self.members), *tensor.shape))
@@ -49,7 +49,7 @@ class _FirstOf:
 
 @dataclass(eq=False, kw_only=True)
 class _SightOfPiece(Sight):
-    """Its places have no values: tensors without memory."""
+    """A sight whose positions have no values, since its tensors have no memory."""
 
     piece: Piece
 
@@ -58,7 +58,7 @@ class _SightOfPiece(Sight):
 
 
 class _MaskOfPiece(Mask):
-    """Blocks come from the places of the piece; evaluating the predicate for them allocates as ever."""
+    """Blocks are computed from the real positions of the piece; evaluating the predicate on them allocates as usual."""
 
     def _real(self) -> Mask:
         """Return the mask of one row."""
@@ -82,7 +82,7 @@ class _MaskOfPiece(Mask):
             return None if real is None else real._replace(rounds=[self._of_all_rows(round_) for round_ in real.rounds])
 
     def _of_all_rows(self, round_: Round) -> Round:
-        """Return a round of so many rows, without memory: `Piece.known_positions` counts it."""
+        """Return the round for the whole batch, without memory: `Piece.known_positions` counts it."""
 
         def index(row_index: Index | None) -> Index | None:
             if row_index is None:
@@ -98,10 +98,10 @@ class _MaskOfPiece(Mask):
 
 
 class PieceBench:
-    """Made inside of the mode of the stage's tensors."""
+    """Runs a stage on a piece. Must be created inside the mode of the stage's tensors."""
 
     def __init__(self, piece: Piece, sequences: int, measure: Callable[[int], int]) -> None:
-        """measure: as the tracker counts bytes."""
+        """measure: maps a number of bytes to the tracker's count."""
         self.piece, self._measure = piece, measure
         self._communicator = _FirstOf(piece.ranks, measure)
         communicator: Any = self._communicator
@@ -121,7 +121,7 @@ class PieceBench:
         self._positions = torch.empty(piece.tokens, dtype=torch.int64).expand(sequences, -1)
         self._carry: Carry | None = None
         self._shapes: dict[int, Keys] = {}
-        """Keys and values of each layer's carry, without memory: known after a first forward."""
+        """Keys and values of each layer's carry, without memory; known after the first forward."""
 
     def run(self, stage: nn.Module, hidden: Tensor) -> Tensor:
         """Run a forward of the stage."""
@@ -135,14 +135,14 @@ class PieceBench:
     # --- the carry ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin a microbatch: hold what earlier slices have left."""
+        """Begin a microbatch: hold the carry of earlier slices."""
         if self.piece.carried:
             self._carry = Carry(self.piece.ends)
             if not self.piece.is_first:
                 self._carry._keys = {layer: _like(keys) for layer, keys in self._shapes.items()}
 
     def turn(self) -> None:
-        """Begin a backward: hold what later slices have left."""
+        """Begin a backward: hold the gradients that later slices left in the carry."""
         if self._carry is None:
             return
         if not self._shapes:
@@ -152,7 +152,7 @@ class PieceBench:
 
     @property
     def held(self) -> int:
-        """Bytes of the carry now."""
+        """Bytes that the carry holds now."""
         if self._carry is None:
             return 0
         tables = (*self._carry._keys.values(), *self._carry._gradients.values())
@@ -170,13 +170,13 @@ class PieceBench:
 
     @property
     def gathered(self) -> tuple[int, ...]:
-        """Bytes of the keys and values that layers gather, each pair once."""
+        """Distinct sizes in bytes of the keys and values that a layer gathers."""
         sizes = self._communicator.gathered
         return tuple({sum(pair) for pair in zip(sizes[::2], sizes[1::2], strict=True)})
 
 
 class CarriedBytes(NamedTuple):
-    """Of one layer."""
+    """Bytes of one layer's carry."""
 
     keys: int
     gradients: int

@@ -1,4 +1,4 @@
-"""Pieces of sequences: a slice of each, as one of the processes that share it has it."""
+"""Pieces of sequences: one context rank's part of a slice."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from evenpipe.attention.places import places_of_ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What the first of `ranks` processes has of a slice. Rows are one document each."""
+    """The part of a slice that the first of `ranks` processes holds. Every row is one document."""
 
     ends: tuple[int, ...]
-    """Tokens of a sequence up to the end of each slice; the last of them is its length."""
+    """Tokens of a sequence up to the end of each slice; the last entry is the length of the sequence."""
     index: int = 0
     """Number of the slice."""
     ranks: int = 1
-    """Context parallelism: processes that share the slice."""
+    """Number of context ranks that share the slice."""
     exchange: Literal["keys", "heads"] = "keys"
     kernels_of: Literal["cpu", "cuda", "none"] = "cpu"
-    """Device type whose kernels compute attention; "none": the backward runs a layer's own attention again."""
+    """Device type whose kernels compute attention; "none": the layer's own attention, which the backward reruns."""
 
     @property
     def start(self) -> int:
@@ -31,7 +31,7 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """Number of tokens that its attention may look at."""
+        """Number of tokens that its attention may attend to."""
         return self.ends[self.index]
 
     @property
@@ -46,18 +46,18 @@ class Piece:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the slice on this one."""
+        """Tokens of the slice on this process."""
         return self.slice_tokens // self.ranks
 
     @property
     def queries(self) -> int:
-        """Tokens of a row that ask: those of all processes, if each attends with some of the heads."""
+        """Query tokens of a row: those of all processes, if each process computes some of the heads."""
         return self.slice_tokens if self.trades_heads else self.tokens
 
     @property
     def known_positions(self) -> int:
-        """Number of places that a process keeps: of its tokens, of queries that are others, and of keys; and of tokens
-        that GPU kernels take in another order, row and token."""
+        """Number of positions that a process keeps: of its tokens, of queries if these are other tokens, and of keys;
+        and the row and token of each token that GPU kernels take in another order."""
         ordered = 2 * (self.queries + self.end) if self.kernels_of == "cuda" and self.ranks > 1 else 0
         return self.tokens + (self.queries if self.trades_heads else 0) + self.end + ordered
 
@@ -86,7 +86,7 @@ class Piece:
 
     @cached_property
     def places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places of the queries, and of the keys in their order."""
+        """Positions of the queries, and of the keys, in their order."""
         starts = (0, *self.ends)
         by_slice = [
             places_of_ranks(starts[index], starts[index + 1], self.ranks, None) for index in range(self.index + 1)

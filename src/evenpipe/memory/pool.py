@@ -1,4 +1,4 @@
-"""Buffers that one microbatch passes to the next on a CPU: `vocabulary.buffers.Buffers`, as `OutputShard` uses them."""
+"""Models the buffers that one microbatch passes to the next on a CPU: `vocabulary.buffers.Buffers` in `OutputShard`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from evenpipe.schedule.passes import unit_of
 
 
 class Pool:
-    """A buffer is known by the number of the slice that it was made for. tokens: of each slice."""
+    """A buffer is identified by the index of the slice that it was allocated for. tokens: tokens of each slice."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = tokens
@@ -18,8 +18,8 @@ class Pool:
         self._serves: int | None = None
 
     def take(self, unit: int) -> tuple[list[int], list[int]]:
-        """Return the buffers that are made for a unit, and those that go: free ones, if the last unit had another
-        size."""
+        """Return the buffers that are allocated for a unit, and those that are freed: the free ones, if the last unit
+        had another size."""
         index = unit % len(self._tokens)
         size, dropped = self._tokens[index], []
         if self._serves not in (None, size):
@@ -43,7 +43,7 @@ class Pool:
         self.free.append(self._used.pop(unit))
 
     def run(self, row: Sequence[Item | None], change: Callable[[Pass], int]) -> None:
-        """Run a step. change: of the number of buffers in use by a pass: 1, -1 or 0."""
+        """Run a step. change: returns how a pass changes the number of buffers in use: 1, -1 or 0."""
         for item in row:
             for pass_ in parts_of(item) if isinstance(item, Pass) else ():
                 delta = change(pass_)

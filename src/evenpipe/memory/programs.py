@@ -49,7 +49,7 @@ class Planned:
     def replay(
         self, device: int, framework: Framework, *, places_rows: bool = False, slice_tokens: tuple[int, ...] = ()
     ) -> Replay:
-        """Return the replay of a device's row, for any sizes: a search uses a program again with others."""
+        """Return the replay of a device's row, cached for all sizes: a search reuses a program with other sizes."""
         key = device, framework.gradients_exist, places_rows, slice_tokens
         if key not in self._replays:
             self._replays[key] = Replay(
@@ -69,8 +69,9 @@ def planned(
     dtype: str = "bf16",
     loss: LossOptions | None = None,
 ) -> Planned:
-    """Return the program of a recipe with its sequence length; to a given program only the work for replicas is added,
-    as `layout_of` does. hardware: None: unknown. dtype: of products. loss: None: the default options.
+    """Return the program of a recipe that has a sequence length. Only the work for replicas is added to a given
+    program, as `layout_of` does. hardware: None if unknown. dtype: dtype of products. loss: None for the default
+    options.
 
     Raises InputError for names and sizes that do not fit together.
     """

@@ -1,4 +1,4 @@
-"""From bytes of tensors to the memory that a GPU has given out: rounding, the allocator's overhead, communication
+"""Converts bytes of tensors to the memory in use on a GPU: rounding, the allocator's overhead, communication
 libraries.
 
     tensors      live bytes (the replay)
@@ -6,7 +6,7 @@ libraries.
     reserved     in segments, some of them partly empty: `torch.cuda.max_memory_reserved`
     process      with the context of the driver and the buffers of every communicator: as the GPU counts it
 
-The first is exact. The others are ranges, from the least to the most that was measured here or published elsewhere.
+The first is exact. The others are ranges, from the smallest to the largest value measured here or published elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .framework import MIB, Framework
 BLOCK = 512
 """torch's allocator gives out multiples of this many bytes."""
 SEGMENT = 2 * MIB
-"""It takes multiples of this from the driver."""
+"""The allocator takes multiples of this many bytes from the driver."""
 
 Verdict = Literal["fits", "at risk", "does not fit"]
 """Whether it fits, from best to worst."""
@@ -58,7 +58,7 @@ class Overheads:
     """Reserved beyond the allocated bytes, as a share of them."""
     context_parallel: Range = NOTHING
     """Bytes for context parallelism: buffers for sends and receives, and blocks used by another stream, which compute
-    can reuse only when that stream is done."""
+    can reuse only after that stream is done."""
 
 
 CUDA = Overheads(
@@ -91,7 +91,7 @@ HOST = Overheads()
 
 
 MORE_CONTEXT = 200 * MIB
-"""A context may grow by this much beyond the measurement, with kernels that were not needed then."""
+"""A context may exceed the measurement by this much, with kernels that were not loaded then."""
 
 
 def overheads_of(hardware: Hardware | None) -> Overheads:
@@ -116,7 +116,7 @@ class ProcessMemory:
     communicators: int
     """Number of communicators."""
     process: Range
-    """Everything that the GPU counts for it."""
+    """Everything that the GPU counts for the process."""
 
 
 def process_memory(
@@ -142,8 +142,8 @@ def process_memory(
 def verdict_of(process: ProcessMemory, memory: int) -> Verdict:
     """Return the verdict for one device on a GPU with `memory` bytes.
 
-    "fits": even if everything besides tensors is as large as was ever seen. "does not fit": not even if it is as small
-    as was ever seen. "at risk": in between.
+    "fits": even if everything besides tensors is as large as the largest value seen. "does not fit": not even if it is
+    as small as the smallest. "at risk": in between.
     """
     if process.process.most <= memory:
         return "fits"
@@ -161,7 +161,7 @@ def communicators_of(parallelism: Parallelism, framework: Framework, transfers: 
     if framework.transfers and parallelism.tp > 1:  # rows that are cut along several axes
         axes += [("pp", "tp")] * vocabulary + [("dp", "cp", "tp")] * (parallelism.zero == 3)
     long = [frozenset(axis for axis in group if sizes[axis] > 1) for group in axes]
-    # Ours makes one for the same processes.
+    # Our runtime makes only one communicator for the same processes.
     count = len({*filter(None, long)}) if framework.transfers else sum(map(bool, long))
     if parallelism.ep > 1:  # the members of a group, and the same member of all groups
         count += 1 + (parallelism.replicas > parallelism.ep)

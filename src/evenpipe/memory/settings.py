@@ -1,4 +1,4 @@
-"""Everything that bytes depend on besides the model and the program."""
+"""Everything that an estimate depends on besides the model and the program."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Settings:
     offloaded: float
     foreach: bool
     skew: float = 1.0
-    """What the fullest of the members that share experts gets over the mean."""
+    """Load of the fullest of the members that share experts, relative to the mean."""
     loss: LossOptions = field(default_factory=LossOptions)
-    """Without what the model does to its logits."""
+    """Options of the loss, without the model's own changes to its logits."""
 
     def __post_init__(self) -> None:
         check_skew(self.skew)
@@ -57,12 +57,12 @@ class Settings:
 
     @property
     def is_ours(self) -> bool:
-        """Whether layers are cut and run as this library does it."""
+        """Whether layers are cut and run as in this library."""
         return self.framework.gathers == "blocks"
 
     @property
     def casts(self) -> Casts:
-        """What a device keeps in 8 bits of the matrices of layers; their inputs are kept likewise."""
+        """How a device keeps the matrices of layers in 8 bits, and with them their inputs."""
         if self.kernels.products == "compute" or not self.framework.saves_casts:
             return "none"
         return "instead" if self.kernels.parameters == "cast" else "beside"
@@ -81,14 +81,14 @@ class Settings:
 
     @property
     def slices(self) -> int:
-        """Parts in which a sequence flows through the pipeline."""
+        """Number of slices in which a sequence flows through the pipeline."""
         return self.recipe.slices
 
     def pieces(self, description: Description, work: RowWork) -> tuple[Piece | None, ...]:
-        """Return what the first context rank of our own runtime has of each slice; None for whole sequences, and where
-        another framework's attention shares them. work: of the model, by which slices are cut.
+        """Return the part of each slice that the first context rank of our runtime holds; None for whole sequences, and
+        where another framework's attention shares them. work: the model's work, by which slices are cut.
 
-        Raises InputError for a sequence, or a model, that cannot be cut so.
+        Raises InputError for a sequence, or a model, that cannot be cut this way.
         """
         parallelism, slices = self.parallelism, self.slices
         if not self.is_ours or (parallelism.cp == 1 and slices == 1):
@@ -130,7 +130,7 @@ class Settings:
 
     @property
     def machine(self) -> Machine:
-        """Machine of the vocabulary layers; processes of a host run on the host that asks."""
+        """Machine of the vocabulary layers; CPU processes are assumed to run on the host that makes the estimate."""
         return this_cpu() if self.on_cpu else "gpu"
 
     @property
@@ -140,7 +140,7 @@ class Settings:
 
     @property
     def gathers_blocks(self) -> bool:
-        """Whether tensor ranks have their own rows of hidden states, and blocks gather those of all."""
+        """Whether tensor ranks hold only local rows of hidden states, and blocks gather all rows."""
         parallelism = self.parallelism
         return self.is_ours and parallelism.tp > 1 and parallelism.sequence_parallel
 

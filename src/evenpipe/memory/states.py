@@ -1,6 +1,6 @@
 """Permanent memory of a GPU: parameters, gradients, optimizer state, for every way of sharding them.
 
-Bytes per parameter that this reproduces, D = replicas that shard (dp * cp):
+Bytes per parameter that this module reproduces, D = replicas that shard (dp * cp):
 
     bf16 parameters, fp32 gradients, Adam                18          ZeRO-1  6 + 12/D
     bf16 gradients                                       16                  4 + 12/D
@@ -33,12 +33,12 @@ from .parameters import Held
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Of parameters and products."""
+"""Dtypes of parameters and products."""
 Casts = Literal["none", "beside", "instead"]
-"""As of `state_bytes`."""
+"""As for `state_bytes`."""
 STEP_COUNTER = 4
 LAYOUTS = 2
-"""Of a weight in 8 bits: for the product of the forward, and for that of the input's gradient."""
+"""Layouts of a weight in 8 bits: for the product of the forward, and for that of the input's gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +46,13 @@ class Dtypes:
     """Precisions of a run, by the names in `ELEMENT_BYTES`."""
 
     compute: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Type of products and activations."""
+    """Dtype of products and activations."""
     gradients: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Type of the sums over microbatches."""
+    """Dtype of the sums over microbatches."""
     masters: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Type of the parameters that the optimizer changes; if it is that of `compute`, there is only one set of them."""
+    """Dtype of the parameters that the optimizer updates; if equal to `compute`, there is only one set of them."""
     moments: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
-    """Type of the two moments of Adam."""
+    """Dtype of Adam's two moments."""
 
     def __post_init__(self) -> None:
         check_literals("dtypes", self)
@@ -79,11 +79,13 @@ def state_bytes(
     """Return the bytes on one GPU for the parameters `held`.
 
     Args:
-        zero: sharded over `replicas`: 1 optimizer state, 2 also gradients, 3 also parameters.
-        casts: of the matrices of linear layers and experts to 8 bits: besides those in the compute dtype, or instead.
-        optimizer: of `Optimizer`; "sgd" with momentum.
+        zero: what is sharded over `replicas`: 1: optimizer state, 2: also gradients, 3: also parameters.
+        casts: whether the matrices of linear layers and experts are also kept in 8 bits ("beside" those in the compute
+            dtype, or "instead" of them).
+        optimizer: one of `Optimizer`; "sgd" has momentum.
         offloaded: share of the optimizer state in host memory, 0 to 1.
-        foreach: the optimizer processes all tensors at once and needs a temporary copy of them; a fused one does not.
+        foreach: whether the optimizer processes all tensors at once and needs a temporary copy of them; a fused one
+            does not.
 
     Raises InputError for another optimizer, and for a share outside 0 to 1.
     """
@@ -141,11 +143,11 @@ def state_bytes(
 def part_bytes(
     held: Held, dtypes: Dtypes = MIXED, framework: Framework = EVENPIPE, *, zero: int = 0, replicas: int = 1
 ) -> PartBytes:
-    """Return what UNSHARD, RESHARD and REDUCE_GRAD allocate and free for a part with the parameters `held`.
+    """Return the bytes that UNSHARD, RESHARD and REDUCE_GRAD allocate and free for a part with the parameters `held`.
 
-    Sharded (`parallel/fsdp.py`): gradients are copied, bucket by bucket, into rows for each replica; the rows and the
-    sums of this replica's stay until the end of the step. Replicated (`parallel/gradients.py`): small gradients are
-    copied into one bucket, larger ones are summed in place. `zero` and `replicas` as for `state_bytes`.
+    Sharded (`parallel/fsdp.py`): gradients are copied bucket by bucket into rows for each replica; the rows, and the
+    sums of this replica's rows, stay until the end of the step. Replicated (`parallel/gradients.py`): small gradients
+    are copied into one bucket, larger ones are summed in place. `zero` and `replicas` as for `state_bytes`.
     """
     compute, gradient = ELEMENT_BYTES[dtypes.compute], ELEMENT_BYTES[dtypes.gradients]
     gradient_bytes = held.trained * gradient
@@ -167,15 +169,16 @@ def part_bytes(
 
 
 def both_states(first: StateBytes, second: StateBytes) -> StateBytes:
-    """Return the bytes of parameters that are spread in two ways. Temporaries of the optimizer are taken to add up."""
+    """Return the bytes of parameters that are sharded in two ways. Temporaries of the optimizer are assumed to add
+    up."""
     return StateBytes(
         **{field.name: getattr(first, field.name) + getattr(second, field.name) for field in fields(first)}
     )
 
 
 def both_parts(first: PartBytes, second: PartBytes) -> PartBytes:
-    """Return the bytes of a part whose parameters are spread in two ways: gathered and reduced one way after the
-    other."""
+    """Return the bytes of a part whose parameters are sharded in two ways, which are gathered and reduced one after
+    the other."""
     peaks = max(first.gathering_peak, second.gathering_peak)
     summed = None if first.reduced is None and second.reduced is None else first.summed + second.summed
     reducing = max(first.reducing_peak, first.summed - first.gradients + second.reducing_peak)

@@ -1,6 +1,6 @@
-"""A pass as a row of stretches, one per layer, and the same pass over more layers of the same kinds.
+"""A pass as a sequence of stretches, one per layer, and the same pass over more layers of the same kinds.
 
-The live bytes of a running stage are a sum: the bytes left by earlier layers, and the needs of the current one. So a
+The live bytes of a running stage are a sum: the bytes left by earlier layers, plus those of the current layer. So a
 stage of forty layers follows from one of three: each of its layers is like the first, the last, or one between them.
 """
 
@@ -27,7 +27,7 @@ class LineStretch:
     """A stretch for any number of sequences, in lines (`lines`)."""
 
     above: tuple[int, ...] = ()
-    """Those of which one is its peak."""
+    """Lines of which the highest is its peak."""
     kept: int = 0
 
     def at(self, sequences: int) -> Stretch:
@@ -36,7 +36,7 @@ class LineStretch:
 
 
 def joined(stretches: Iterable[Stretch]) -> Stretch:
-    """Return both as one stretch, one after the other."""
+    """Return consecutive stretches as one."""
     above = kept = 0
     for stretch in stretches:
         above = max(above, kept + stretch.above)
@@ -57,7 +57,7 @@ class Profile:
     """Whether it reaches the last layer first."""
 
     def over(self, layers: Sequence[Stretch]) -> Stretch:
-        """Return the pass of a stage with these layers, and ends like those of this one."""
+        """Return the pass, as one stretch, of a stage with these layers and the ends of this stage."""
         return joined((self.start, *(reversed(layers) if self.backwards else layers), self.end))
 
 
@@ -66,7 +66,7 @@ class LineProfile:
     """A profile for any number of sequences, in lines."""
 
     start: tuple[LineStretch, ...]
-    """One after the other."""
+    """Consecutive stretches."""
     layers: tuple[LineStretch, ...]
     end: LineStretch
     backwards: bool
@@ -79,12 +79,12 @@ class LineProfile:
 
 
 def window(kinds: Sequence[int]) -> tuple[int, int, tuple[int, ...]]:
-    """Return the shortest run of a stage's layers that has one for each position in the stage.
+    """Return the shortest run of a stage's layers that represents every layer of the stage.
 
-    kinds: of each layer; layers of one kind need the same bytes.
+    kinds: kind of each layer; layers of the same kind need the same bytes.
 
-    Returns the start and the length of the run, and for each layer of the stage the position in the run of a layer that
-    is like it: first for first, last for last, and for others one of the same kind.
+    Returns the start and the length of the run, and for each layer of the stage the index in the run of a layer like
+    it: the first for the first, the last for the last, and for others an inner one of the same kind.
     """
     count = len(kinds)
     if count < 4:

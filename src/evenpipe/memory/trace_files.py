@@ -1,7 +1,7 @@
-"""Traces on disk: a model that was traced before is not traced again.
+"""Traces on disk: a model is traced only once.
 
-A file for each trace, named by a hash of all that it depends on: model, sources of this package, and the versions of
-torch and transformers.
+Each trace has a file, named by a hash of everything that it depends on: the model, the sources of this package, and the
+versions of torch and transformers.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class TraceFiles:
     """The traces of one model."""
 
     def __init__(self, folder: Path, model: str) -> None:
-        """model: what tells it from others."""
+        """model: key that identifies the model."""
         self._folder, self._model = folder, model
 
     @classmethod
     def of(cls, description: Description) -> TraceFiles | None:
-        """Return None for a model whose code is not transformers': it could change, and the hash would not."""
+        """Return None for a model whose code is not in transformers: it could change without changing the hash."""
         known = type(description.skeleton).__module__.startswith("transformers.models.")
         return cls(cache_folder("traces"), model_key(description)) if known else None
 
@@ -54,7 +54,7 @@ class TraceFiles:
 
 
 def _trace_of(fields: dict[str, Any]) -> LineTrace:
-    """Return the trace of `asdict`, in which JSON has lists for tuples."""
+    """Return the trace from the result of `asdict`, in which JSON has replaced tuples by lists."""
     profiles = {name: _profile_of(**profile) for name, profile in fields.pop("profiles").items()}
     carried = tuple(CarriedBytes(*layer) for layer in fields.pop("carried"))
     moved = tuple(map(tuple, fields.pop("moved")))
@@ -76,12 +76,13 @@ def _stretch_of(fields: dict[str, Any]) -> LineStretch:
 
 
 def cache_folder(name: str) -> Path:
-    """Return a part of the user's cache folder: $XDG_CACHE_HOME/evenpipe/NAME."""
+    """Return a subfolder of the user's cache folder: $XDG_CACHE_HOME/evenpipe/NAME."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenpipe" / name
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file at once. A full or read-only disk must not lose a result: then nothing is kept."""
+    """Write a file atomically. On a full or read-only disk nothing is written, and no error is raised, so that the
+    caller does not lose its result."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.part")
@@ -92,7 +93,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def model_key(description: Description) -> str:
-    """Return what tells a model from others, for this version of the package and of what it rests on."""
+    """Return a key that identifies a model, for this version of the package and of its dependencies."""
     shapes = sorted((name, *shape) for name, shape in description.shapes.items())
     frozen = sorted(name for name, parameter in description.skeleton.named_parameters() if not parameter.requires_grad)
     config = description.config
@@ -103,7 +104,7 @@ def model_key(description: Description) -> str:
 
 @cache
 def _sources() -> str:
-    """Return a hash of the sources of this package, whose layers are traced, and of versions."""
+    """Return a hash of the sources of this package, whose layers are traced, and of the versions of dependencies."""
     digest = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
     for path in sorted(Path(__file__).resolve().parent.parent.rglob("*.py")):
         digest.update(path.read_bytes())

@@ -1,20 +1,20 @@
-"""Count the bytes of live tensors while code runs, for tensors without memory and real ones alike.
+"""Count the bytes of live tensors while code runs, for real tensors and tensors without memory alike.
 
-    with without_memory() as tracker:               # or `Tracker() as tracker`, for real ones
+    with without_memory() as tracker:               # or `Tracker() as tracker`, for real tensors
         hidden = torch.empty(...)
         with tracker.span() as forward:
             output = layer(hidden)
-    forward.peak - forward.before                   # the most that lived at one moment, above what was there
-    forward.after - forward.before                  # what is kept
+    forward.peak - forward.before                   # peak live bytes, above those at the start
+    forward.after - forward.before                  # bytes that are kept
 
 Storages are counted once, however many tensors share them, from the operation that returns the first tensor until they
 are freed, without waiting for a garbage collector. Operations in backwards are counted too; temporaries inside an
 operation are not. The counterpart for steps of a pipeline, with every pass by name, is `evenpipe.runtime.accounting`,
-which counts the same.
+which counts the same bytes.
 
 While operations are watched, autograd sums gradients of one tensor out of place instead of in place
-(`can_accumulate_inplace` of torch's input_buffer.cpp): both count one tensor of that size that an unwatched run does
-not allocate.
+(`can_accumulate_inplace` in torch's input_buffer.cpp): both modules count one tensor of that size that an unwatched run
+does not allocate.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ class Span:
 
 
 class Tracker(TorchDispatchMode):
-    """Counts while it is entered; tensors made outside are counted from `add` on.
+    """Counts inside the context; tensors made outside are counted once they are passed to `add`.
 
     Attributes:
-        live: bytes that live now.
-        peak: the most live bytes since the tracker was made, or the innermost span began.
-        levels: the same since somebody put a new one there, for bytes that are lines.
+        live: bytes that are live now.
+        peak: peak of `live` since the tracker was created, or since the innermost span began.
+        levels: peak of `live` since this attribute was last replaced, for bytes that are lines.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled inside: to say so anew for each operation takes long
+        return False  # nothing is compiled inside, and torch's check for each operation is slow
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # consists of other tensors, like DTensor: their operations are counted separately
+            return NotImplemented  # made of other tensors, like DTensor: the operations on those are counted
         within = WITHIN.get(operation.name())
         if within is not None:
             with self:
@@ -108,7 +108,7 @@ class Tracker(TorchDispatchMode):
         return result
 
     def measure(self, size: int) -> int:
-        """How a number of bytes is counted."""
+        """Return the count of a number of bytes."""
         return size
 
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
@@ -128,7 +128,7 @@ class Tracker(TorchDispatchMode):
         def on_freed(_: object) -> None:
             self.live -= living.pop(address)[0]
 
-        # A resized storage is counted anew, without its first reference and callback.
+        # A resized storage is counted again; its first reference and callback are dropped.
         self.live += size - (0 if known is None else known[0])
         living[address] = (size, weakref.ref(storage, on_freed))
         self.peak = max(self.peak, self.live)

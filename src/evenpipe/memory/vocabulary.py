@@ -19,7 +19,7 @@ from .heads import framework_head
 from .output_bench import Machine, OutputLayer, Passes, output_bytes
 
 WHOLE: tuple[Passes, ...] = ("F B", "F I W")
-"""Of an output layer that is a part of the last stage: its backward whole, and split."""
+"""Passes with an output layer that is part of the last stage: with a whole backward, and with a split one."""
 INDEX = 8
 """Bytes of an index or a token id."""
 
@@ -43,7 +43,7 @@ class VocabularyShape:
     """Bytes of the gradients of parameters."""
     options: LossOptions = field(default_factory=LossOptions)
     bias: bool = False
-    """Whether the output layer has one."""
+    """Whether the output layer has a bias."""
 
     @property
     def all_tokens(self) -> int:
@@ -72,12 +72,13 @@ def vocabulary_bytes(
     """Return the bytes of one device and one microbatch, without those of parameters.
 
     Args:
-        mode: of the vocabulary; if it is whole ("first-last", "redistribute"), only the devices of the first and last
-            stage have bytes, and the loss may be that of another framework. Sharded modes always use our own.
+        mode: mode of the vocabulary. If it is whole ("first-last", "redistribute"), only the devices of the first and
+            last stage have bytes, and the loss may be that of another framework. Sharded modes always use our loss.
         loss: as `Kernels.loss`.
-        stream, gathers: for another framework, as in `heads`; stream None: of all tokens.
-        tensor_parallel: ranks that share a device's rows.
-        own_rows: each of them has its part of the hidden states, and S gathers them; counted is the first rank.
+        stream, gathers: for another framework, as in `heads`; stream None: bytes of all tokens.
+        tensor_parallel: number of ranks that share a device's rows.
+        own_rows: whether each of them holds a part of the hidden states, which S gathers; the bytes are those of the
+            first rank.
     """
     combining, ranks = VocabularyMode.of(mode).combining, tensor_parallel if own_rows else 1
     layer = partial(_layer, shape, ranks=ranks, machine=machine)
@@ -109,14 +110,14 @@ def vocabulary_bytes(
 
 
 def batch_bytes(tokens: int, *, machine: Machine = "gpu", shards: int = 1) -> int:
-    """Return the bytes of the inputs of one step on one device, which stay from its beginning to its end.
+    """Return the bytes of the inputs of one step on one device, which live throughout the step.
 
     Token weights in fp32; the tokens sorted by owner if every device holds a part of the embedding; and on a CPU token
     ids, labels and targets, which otherwise stay in host memory.
 
     Args:
-        tokens: of the whole step, all microbatches.
-        shards: of the embedding.
+        tokens: tokens of all microbatches of the step.
+        shards: number of shards of the embedding.
     """
     indices = 2 * (shards > 1) + 3 * (machine != "gpu")
     return tokens * (4 + INDEX * indices)
@@ -125,7 +126,7 @@ def batch_bytes(tokens: int, *, machine: Machine = "gpu", shards: int = 1) -> in
 def _layer(
     shape: VocabularyShape, passes: Passes, shard: Shard, shards: int, share: float, *, ranks: int, machine: Machine
 ) -> OutputLayer:
-    """share: of tokens whose label is in the shard."""
+    """Return one shard of the output layer. share: share of tokens whose label is in the shard."""
     tokens = shape.all_tokens
     labelled = tokens - shape.sequences if shape.labelled is None else shape.labelled
     return OutputLayer(
@@ -153,8 +154,8 @@ def _embedding(shape: VocabularyShape, shard: Shard, share: float) -> EmbeddingB
 
 
 def _with_ranks(embedding: EmbeddingBytes, shape: VocabularyShape, ranks: int, picked: int) -> EmbeddingBytes:
-    """Add the peaks while tensor ranks put their rows of the embedding together at the first stage, and sum their
-    gradients, of which each keeps `picked` bytes."""
+    """Add the peaks while tensor ranks combine their rows of the embedding at the first stage, and while they sum the
+    gradients of these rows, of which each rank keeps `picked` bytes."""
     if ranks == 1:
         return embedding
     return replace(embedding, placing_peak=2 * shape.hidden, picking_peak=shape.hidden + picked)
