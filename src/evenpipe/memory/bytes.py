@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartBytes:
-    """Bytes of the parameters of a stage or of a vocabulary matrix that change within a step (`schedule/sharding.py`
-    says what a part is)."""
+    """Bytes of a part's parameters that change within a step. A part is a stage or a vocabulary matrix
+    (`schedule/sharding.py`)."""
 
     gradients: int = 0
     """Sums over the microbatches."""

@@ -218,7 +218,7 @@ def settings_of(
     skew: float = 1.0,
     loss: LossOptions | None = None,
 ) -> Settings:
-    """Return the settings with which `estimate` computes a recipe; arguments and errors as there."""
+    """Return the settings with which `estimate` computes a recipe. Arguments and errors are the same."""
     if recipe.batch.sequence_length is None:
         recipe = replace(recipe, batch=replace(recipe.batch, sequence_length=usual_length(description)))
     chosen, framework = _kernels(kernels)

@@ -132,8 +132,8 @@ Transformer Engine overlap tensor ranks by default (NVIDIA/dgxc-benchmarking).""
 def kernels_and_framework(text: str) -> tuple[Kernels, Framework]:
     """Return kernels by their name and changes, as `kernels_named` does, and the framework that runs them.
 
-    Raises InputError as there, for products that add to gradients outside of Megatron-LM, and for fp8 that the
-    framework does not support.
+    Raises InputError as `kernels_named` does, for products that add to gradients outside of Megatron-LM, and for fp8
+    that the framework does not support.
     """
     name, kernels = kernels_named(text)
     framework = FRAMEWORKS[name]

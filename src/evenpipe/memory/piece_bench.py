@@ -108,9 +108,9 @@ class PieceBench:
         self._exchange: Exchange = ContextRanks(communicator, Running()) if piece.gathers else Alone()
         heads = HeadRanks(communicator, Running()) if piece.trades_heads else None
         with _disable_current_modes():
-            places, keys = piece.places
+            queries, keys = piece.places
         self._sight = _SightOfPiece(
-            queries=torch.empty(len(places), dtype=torch.int64),
+            queries=torch.empty(len(queries), dtype=torch.int64),
             keys=torch.empty(len(keys), dtype=torch.int64),
             exchange=self._exchange,
             length=piece.length,

@@ -92,4 +92,4 @@ class Piece:
             places_of_ranks(starts[index], starts[index + 1], self.ranks, None) for index in range(self.index + 1)
         ]
         queries = by_slice[-1] if self.exchange == "heads" else by_slice[-1][:1]
-        return torch.cat(queries), torch.cat([places for ranks in by_slice for places in ranks])
+        return torch.cat(queries), torch.cat([positions for ranks in by_slice for positions in ranks])

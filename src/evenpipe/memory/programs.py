@@ -39,7 +39,7 @@ class Planned:
     @cached_property
     def kinds(self) -> tuple[frozenset[Kind], ...]:
         """By device: the kinds of its passes."""
-        return tuple(frozenset(part.kind for part in parts_in(row)) for row in self.program.rows)
+        return tuple(frozenset(pass_.kind for pass_ in parts_in(row)) for row in self.program.rows)
 
     @cached_property
     def transfers(self) -> dict[str, tuple[int, ...]]:
