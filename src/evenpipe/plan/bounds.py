@@ -197,9 +197,8 @@ def _memory_floor(problem: Problem, configuration: Configuration, *, traced: boo
         room = free + (tolerance - state.always)
         gradients = (state.gradients - shard_state.gradients) / max(1, len(layers))
         gathered = (state.gathered - shard_state.gathered) / max(1, len(layers))
-        earlier = len(layers) * (
-            recipe.slices - 1
-        )  # the most layers released before the backward of a given slice begins
+        # The most layers released before the backward of a given slice begins.
+        earlier = len(layers) * (recipe.slices - 1)
         # A device's only stage keeps a microbatch's logits until W; with several stages, a long queue may hold none.
         queued_logits = logits[device] if len(stages) == 1 else 0.0
         held = [

@@ -293,7 +293,8 @@ def explain(
         progress: called now and then with a line about the current work.
 
     Raises InputError if there is no such layout, if there is only one GPU, and if nothing can be estimated in the
-    layout."""
+    layout.
+    """
     if problem.gpus < 2:
         raise refused("gpus", problem.gpus, "at least 2: one GPU is no pipeline")
     layout = _layout(problem, pp, tp, progress)

@@ -112,9 +112,8 @@ def _of_layers(stages: list[int], counts: NDArray[np.int64], layers_per_stage: S
     moments = (Moment(*sums) for sums in (counts @ np.array(layers, dtype=np.int64)).tolist())
     seen = {moment._replace(ahead=min(moment.ahead, most_ahead)) for moment in moments}
     maxima: list[Moment] = []
-    for moment in sorted(
-        seen, reverse=True
-    ):  # by decreasing number of waiting layers: only earlier moments can exceed it
+    # By decreasing number of waiting layers: only earlier moments can exceed a moment.
+    for moment in sorted(seen, reverse=True):
         if not any(all(map(ge, earlier, moment)) for earlier in maxima):
             maxima.append(moment)
     return tuple(maxima)

@@ -67,9 +67,8 @@ def refusal_of_estimate(problem: Problem, layout: Recipe) -> str:
 
 
 def _refusal(problem: Problem, option: str, *, slices: bool) -> str:
-    check = partial(
-        check_pieces, problem.bytes.description, option, slices=slices
-    )  # `problem.bytes` keeps the small copies
+    # `problem.bytes` keeps the small copies.
+    check = partial(check_pieces, problem.bytes.description, option, slices=slices)
     return _once(problem, check_pieces, check, option)
 
 

@@ -167,9 +167,7 @@ class _Devices:
             ends = Parameters(max(0.0, parameters.others - sum(dense[layer] for layer in held)), 0.0)
             room.append(free - sum(state_floor(problem, recipe, ends)) - logits[device] - passing)
         policies: tuple[str, ...] = POLICIES
-        if (
-            "activation_checkpointing" not in configuration.open
-        ):  # if layers have different policies, the one that keeps most
+        if "activation_checkpointing" not in configuration.open:  # if policies differ, the one that keeps most
             policies = (min(configuration.checkpointing, key=POLICIES.index),)
         held_by_barriers = barriers * placement.devices / placement.stages
         in_flight = [
@@ -232,9 +230,9 @@ class _Devices:
 
     def _load(self, device: int, layers: int, seconds: float) -> tuple[float, float]:
         shortfall = self.shortfall(device, layers)
-        return seconds + self.heads[device] + self._again(device, layers, shortfall), max(0.0, shortfall)
+        return seconds + self.heads[device] + self._recomputation_time(device, layers, shortfall), max(0.0, shortfall)
 
-    def _again(self, device: int, layers: int, shortfall: float) -> float:
+    def _recomputation_time(self, device: int, layers: int, shortfall: float) -> float:
         """Return the time of the least recomputation: some layers use the next policy, or all of them do and some use
         the one after it."""
         if shortfall <= 0:
