@@ -10,8 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from planned_problems import problem
 
+from evenpipe.memory.tracker import Tracker
 from evenpipe.plan import configuration_search
 from evenpipe.plan.configuration_search import Found, SearchInterrupted, search_configurations
 from evenpipe.plan.evaluation import evaluate, timed
@@ -156,9 +158,30 @@ class Freed:
         signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_is_not_lost_while_something_is_freed(small: Problem) -> None:
+def test_ctrl_c_is_not_lost_while_an_object_is_freed(small: Problem) -> None:
     with pytest.raises(SearchInterrupted):
         search(small, progress=lambda found: Freed() and None)
+
+
+class Freeing(Tracker):
+    """Presses Ctrl-C when the memory of a counted tensor is freed."""
+
+    _live = 0
+
+    @property
+    def live(self) -> int:
+        return self._live
+
+    @live.setter
+    def live(self, size: int) -> None:
+        freed, self._live = size < self._live, size
+        if freed:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_is_not_lost_while_counted_memory_is_freed(small: Problem) -> None:
+    with pytest.raises(SearchInterrupted):
+        search(small, progress=lambda found: Freeing().add(torch.empty(8)) and None)
 
 
 def test_ctrl_c_is_ctrl_c_for_those_who_do_not_ask(small: Problem) -> None:

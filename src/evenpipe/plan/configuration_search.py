@@ -206,8 +206,7 @@ class _Watch:
     def deferring_interrupts(self) -> Iterator[None]:
         """Hold Ctrl-C back until the next `check` if it comes in a callback for freed memory, such as that of
         `memory.tracker`, or in a `__del__`: Python ignores exceptions there."""
-        ignored = ("gone", "__del__")
-        with _defer_interrupts(lambda frame: frame is not None and frame.f_code.co_name in ignored) as self.answer:
+        with _defer_interrupts(_is_freeing) as self.answer:
             yield
 
     @property
@@ -553,6 +552,12 @@ def _pool(problem: Problem, workers: int | None, watch: _Watch) -> Iterator[_Eva
         with _uninterrupted():
             ending.set()
             executor.shutdown(cancel_futures=True)
+
+
+def _is_freeing(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_name not in ("on_freed", "__del__"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _uninterrupted() -> AbstractContextManager[object]:
