@@ -59,11 +59,11 @@ class Member:
     def counts(self, own: Tensor) -> tuple[list[list[int]], list[list[int]]]:
         return own.tolist(), [table[self.rank].tolist() for table in self.meet(own.clone())]
 
-    def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> Any:
+    def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], label: str) -> Any:
         assert sum(received) == len(output) and sum(sent) == len(rows) and not sent[self.rank]
         assert output.dtype == rows.dtype and output.shape[1:] == rows.shape[1:]
-        messages = self.meet((what, rows.split(list(sent))))
-        assert {name for name, _ in messages} == {what}, "members exchange different things"
+        messages = self.meet((label, rows.split(list(sent))))
+        assert {name for name, _ in messages} == {label}, "members exchange different things"
         parts = [parts[self.rank] for _, parts in messages]
         assert [len(part) for part in parts] == list(received)
         output.copy_(torch.cat(parts))

@@ -130,7 +130,7 @@ def until_they_wait(watch: Any, ranks: Iterable[int]) -> None:
 
     def awaits(rank: int) -> str:
         beat = watch._peers.beat(rank)[1]
-        return "" if beat is None or beat.waiting is None else beat.waiting.what
+        return "" if beat is None or beat.waiting is None else beat.waiting.label
 
     while awaits(watch.rank) or not all("RECV" in awaits(rank) for rank in ranks):
         time.sleep(0.02)

@@ -35,7 +35,7 @@ HOW = {
 class Awaited:
     """What the other rank of a device awaits when one fails."""
 
-    what: str
+    label: str
     device: int
     """In 1F1B on two."""
     nth: int
@@ -82,7 +82,7 @@ def fail_in_a_collective(how: str, awaited: Awaited, victim: int, mate: int, beg
     worker = initialise_worker(silence_seconds=SILENCE_SECONDS, timeout_seconds=600)
     options: dict[str, Any] = {"tp": 2}
     if awaited.axis == "context":
-        slices = 2 if "." in awaited.what else 1
+        slices = 2 if "." in awaited.label else 1
         options = {"cp": 2, "context_exchange": awaited.exchange, "slices": slices}
     model = described(97, False, torch.float64)
     pipeline = Pipeline(model, microbatches=4, parameter_dtype=torch.float64, self_check=False, **options)
@@ -93,7 +93,7 @@ def fail_in_a_collective(how: str, awaited: Awaited, victim: int, mate: int, beg
 
     def begin(self, text, *arguments, **named):
         nonlocal left
-        left -= text == awaited.what
+        left -= text == awaited.label
         if left == 0 and worker.rank == mate:
             begun.touch()
         elif left == 0:
@@ -128,14 +128,14 @@ def test_a_rank_that_fails_is_named_with_its_place_and_what_was_awaited(
     for rank_of_other, text in said.items():
         assert outcomes[rank_of_other].exit_code not in (0, None, -9), describe(outcomes)
         assert re.search(HOW[how].format(place=place), text), describe(outcomes)
-    what, peers = awaited.what, f"{place}\\)"
-    if what == "the norm of all gradients" and awaited.devices == 2:
+    label, peers = awaited.label, f"{place}\\)"
+    if label == "the norm of all gradients" and awaited.devices == 2:
         peers = r"processes \d .*"
-    what = what.replace("sum of 0B1", "(rows|sum) of 0B1")  # in B the input is gathered again meanwhile
+    label = label.replace("sum of 0B1", "(rows|sum) of 0B1")  # in B the input is gathered again meanwhile
     if awaited.axis == "context":
-        what = re.sub("keys|values", "(keys|values)", what) + f" for {awaited.needed_by}"  # both are under way
+        label = re.sub("keys|values", "(keys|values)", label) + f" for {awaited.needed_by}"  # both are under way
     own = f"process {mate} \\(device {awaited.device}, {awaited.axis} rank {1 - rank}\\)"
-    assert re.search(f"{own} was awaiting {what}.* from {peers}", said[mate]), describe(outcomes)
+    assert re.search(f"{own} was awaiting {label}.* from {peers}", said[mate]), describe(outcomes)
 
 
 # --- errors that a loop catches ---------------------------------------------------------------------------------------

@@ -72,12 +72,12 @@ def poison_and_delay(seed: int) -> list[int]:
         nothing = torch.full((size // 4 + 1,), torch.nan)
         write(slab, slot, nothing.data_ptr(), size)
 
-    def load_into_nothing(activations: Activations, key: tuple[int, int], what: str) -> None:
+    def load_into_nothing(activations: Activations, key: tuple[int, int], label: str) -> None:
         """Fresh memory of the device holds what was there before; here it holds no number until the copy is over."""
         empty = torch.empty
         torch.empty = lambda size, *arguments, **named: empty(size, *arguments, **named).fill_(255)  # type: ignore
         try:
-            load(activations, key, what)
+            load(activations, key, label)
         finally:
             torch.empty = empty
 

@@ -156,17 +156,17 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 RECEIVED: dict[str, Callable[..., int]] = {
     # bytes that come from other members, by operation and its arguments
-    "receive": lambda own, buffer, peer, what: buffer.nbytes,
-    "pass_on": lambda own, tensor, buffer, what: buffer.nbytes,
-    "broadcast": lambda own, tensor, root, what: tensor.nbytes if own.rank != root else 0,
-    "reduce": lambda own, tensor, root, what: tensor.nbytes if own.rank == root else 0,
-    "all_gather": lambda own, tensor, what, output=None: tensor.nbytes * len(own.others),
-    "all_reduce": lambda own, tensor, what: tensor.nbytes,
-    "reduce_scatter": lambda own, output, tensor, what: output.nbytes,
-    "gather_rows": lambda own, rows, counts, root, what: (
+    "receive": lambda own, buffer, peer, label: buffer.nbytes,
+    "pass_on": lambda own, tensor, buffer, label: buffer.nbytes,
+    "broadcast": lambda own, tensor, root, label: tensor.nbytes if own.rank != root else 0,
+    "reduce": lambda own, tensor, root, label: tensor.nbytes if own.rank == root else 0,
+    "all_gather": lambda own, tensor, label, output=None: tensor.nbytes * len(own.others),
+    "all_reduce": lambda own, tensor, label: tensor.nbytes,
+    "reduce_scatter": lambda own, output, tensor, label: output.nbytes,
+    "gather_rows": lambda own, rows, counts, root, label: (
         rows.nbytes - rows[own.own_rows(counts)].nbytes if own.rank == root else 0
     ),
-    "scatter_rows": lambda own, rows, counts, root, what: rows.nbytes if own.rank != root else 0,
+    "scatter_rows": lambda own, rows, counts, root, label: rows.nbytes if own.rank != root else 0,
 }
 
 

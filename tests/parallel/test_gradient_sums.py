@@ -18,7 +18,7 @@ class Side:
         self.issued: list[Tensor] = []
         self.other = self
 
-    def all_reduce(self, tensor: Tensor, what: str) -> Side:
+    def all_reduce(self, tensor: Tensor, label: str) -> Side:
         self.issued.append(tensor)
         return self
 

@@ -59,7 +59,7 @@ class FakePipeline:
     def slice_lengths(self, tokens: int) -> tuple[int, ...]:
         return (tokens,)
 
-    def from_the_first(self, text: str | None, what: str) -> str | None:
+    def from_the_first(self, text: str | None, label: str) -> str | None:
         return text
 
 

@@ -71,30 +71,30 @@ def check_names(rows: Sequence[Sequence[int]], members: Sequence[int]) -> None:
 
 
 def gather_numbers(
-    communicator: Communicator | None, numbers: Sequence[int], what: str, needed_by: str, torch_device: torch.device
+    communicator: Communicator | None, numbers: Sequence[int], label: str, needed_by: str, torch_device: torch.device
 ) -> list[list[int]]:
     """Return the numbers of all members, in order, on each of them; only one's own without others. No method begins
     with this. Collective over the communicator."""
     if communicator is None:
         return [list(numbers)]
     own_numbers = torch.tensor(numbers, dtype=torch.int64, device=torch_device)
-    table: Tensor = communicator.all_gather(own_numbers, what).wait(needed_by)
+    table: Tensor = communicator.all_gather(own_numbers, label).wait(needed_by)
     return table.tolist()
 
 
-def gather_calls(communicator: Communicator, row: Tensor, what: str, needed_by: str = "") -> Tensor:
+def gather_calls(communicator: Communicator, row: Tensor, label: str, needed_by: str = "") -> Tensor:
     """Return the numbers of all members' rows, [members, ROOM] int64 on the host.
 
     Collective over the communicator. The host waits for it, on a GPU too.
 
     Args:
         row: of this process, from `row_of`.
-        what, needed_by: description of this wait, for error messages.
+        label, needed_by: description of this wait, for error messages.
 
     Raises:
         InputError: on every member, if some of them were called for another method.
     """
-    on_host: Tensor = communicator.all_gather(row, what).wait(needed_by).cpu()
+    on_host: Tensor = communicator.all_gather(row, label).wait(needed_by).cpu()
     check_names(on_host[:, :NAME].tolist(), communicator.members)
     return on_host[:, NAME:]
 

@@ -42,7 +42,7 @@ class Handle:
     """One pending operation. Keep it until `wait()` has returned."""
 
     communicator: Communicator
-    what: str
+    label: str
     peers: tuple[int, ...]
     works: Sequence[dist.Work | None]
     tensors: Sequence[Tensor] = ()
@@ -77,13 +77,13 @@ class Handle:
         communicator, needed_by = self.communicator, needed_by or self._needed_by
         watch = communicator.watch
         if watch is not None:
-            watch.awaiting(self.what, needed_by, communicator.name, self.peers, communicator.timeout_seconds)
+            watch.awaiting(self.label, needed_by, communicator.name, self.peers, communicator.timeout_seconds)
         try:
             for work in self.works:
                 if work is not None:  # a library may have nothing to do
                     work.wait()
         except RuntimeError as error:
-            raise communicator.failed(error, self.what, needed_by, self.peers) from error
+            raise communicator.failed(error, self.label, needed_by, self.peers) from error
         if watch is not None:
             if communicator.arrivals is None:
                 watch.arrived()
@@ -119,17 +119,17 @@ class Communicator:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def send(self, tensor: Tensor, peer: int, what: str) -> Handle:
+    def send(self, tensor: Tensor, peer: int, label: str) -> Handle:
         """Send `tensor` to `peer`, which receives the same shape and dtype. It may be written to after the wait."""
-        assert peer in self.others, f"{what}: process {peer} is not another member of {self.name} {self.members}"
-        return self._start(what, (peer,), lambda host: [dist.isend(host, peer, self.group)], reads=tensor)
+        assert peer in self.others, f"{label}: process {peer} is not another member of {self.name} {self.members}"
+        return self._start(label, (peer,), lambda host: [dist.isend(host, peer, self.group)], reads=tensor)
 
-    def receive(self, buffer: Tensor, peer: int, what: str) -> Handle:
+    def receive(self, buffer: Tensor, peer: int, label: str) -> Handle:
         """Fill `buffer` with data from `peer`. `buffer` may be read after the wait."""
-        assert peer in self.others, f"{what}: process {peer} is not another member of {self.name} {self.members}"
-        return self._start(what, (peer,), lambda host: [dist.irecv(host, peer, self.group)], writes=buffer)
+        assert peer in self.others, f"{label}: process {peer} is not another member of {self.name} {self.members}"
+        return self._start(label, (peer,), lambda host: [dist.irecv(host, peer, self.group)], writes=buffer)
 
-    def pass_on(self, tensor: Tensor, buffer: Tensor, what: str) -> Handle:
+    def pass_on(self, tensor: Tensor, buffer: Tensor, label: str) -> Handle:
         """Send `tensor` to the next member, and fill `buffer` with what the previous one sends; the last one's next is
         the first. All members call it, with the same shape and dtype."""
         count = len(self.members)
@@ -140,16 +140,18 @@ class Communicator:
             sent = dist.P2POp(dist.isend, host, successor, self.group)
             return dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, host_buffer, predecessor, self.group)])
 
-        return self._start(what, (predecessor, successor), start, reads=tensor, writes=buffer)
+        return self._start(label, (predecessor, successor), start, reads=tensor, writes=buffer)
 
     # -- collectives: every member calls them in the same order ------------------------------------
 
-    def broadcast(self, tensor: Tensor, root: int, what: str) -> Handle:
+    def broadcast(self, tensor: Tensor, root: int, label: str) -> Handle:
         """Send root's `tensor` to all other members, into their `tensor`."""
         roles = {"reads": tensor} if root == self.rank else {"writes": tensor}
-        return self._collective(what, root, lambda host: dist.broadcast(host, root, self.group, async_op=True), **roles)
+        return self._collective(
+            label, root, lambda host: dist.broadcast(host, root, self.group, async_op=True), **roles
+        )
 
-    def reduce(self, tensor: Tensor, root: int, what: str) -> Handle:
+    def reduce(self, tensor: Tensor, root: int, label: str) -> Handle:
         """Add the members' `tensor`s into root's.
 
         `tensor` belongs to the communicator from now on: root finds the sum in it after the wait, on all others its
@@ -158,10 +160,10 @@ class Communicator:
         """
         roles = {"both": tensor} if root == self.rank else {"reads": tensor}
         return self._collective(
-            what, root, lambda host: dist.reduce(host, root, group=self.group, async_op=True), **roles
+            label, root, lambda host: dist.reduce(host, root, group=self.group, async_op=True), **roles
         )
 
-    def all_gather(self, tensor: Tensor, what: str, output: Tensor | None = None) -> Handle:
+    def all_gather(self, tensor: Tensor, label: str, output: Tensor | None = None) -> Handle:
         """Put the `tensor` [...] of member i into row i of `output` [members, ...] (None: a new one), on every
         member; the wait returns it.
 
@@ -170,7 +172,7 @@ class Communicator:
         shape = (len(self.members), *tensor.shape)
         if output is None:
             output = tensor.new_empty(shape)
-        assert output.shape == shape, f"{what}: output is {tuple(output.shape)}, expected {shape}"
+        assert output.shape == shape, f"{label}: output is {tuple(output.shape)}, expected {shape}"
         if self.group is None:
             output[0].copy_(tensor)
 
@@ -181,16 +183,16 @@ class Communicator:
             rows = [host_output[self.members.index(member)] for member in sorted(self.members)]
             return dist.all_gather(rows, host, group=self.group, async_op=True)
 
-        handle = self._collective(what, None, start, reads=tensor, writes=output)
+        handle = self._collective(label, None, start, reads=tensor, writes=output)
         return handle.giving(output)
 
-    def all_reduce(self, tensor: Tensor, what: str) -> Handle:
+    def all_reduce(self, tensor: Tensor, label: str) -> Handle:
         """Add the members' `tensor`s, in their dtype; every member finds the same sum in its own after the wait."""
         return self._collective(
-            what, None, lambda host: dist.all_reduce(host, group=self.group, async_op=True), both=tensor
+            label, None, lambda host: dist.all_reduce(host, group=self.group, async_op=True), both=tensor
         )
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, what: str) -> Handle:
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, label: str) -> Handle:
         """Add the members' `tensor`s [members, ...] in their dtype; row i of the sum goes into member i's `output`,
         which the wait returns.
 
@@ -198,9 +200,9 @@ class Communicator:
         """
         if not self._by_rank:  # torch numbers the members of a group by rank
             tensor = tensor[[self.members.index(member) for member in sorted(self.members)]]
-        assert tensor.shape == (len(self.members), *output.shape), f"{what}: output is {tuple(output.shape)}"
+        assert tensor.shape == (len(self.members), *output.shape), f"{label}: output is {tuple(output.shape)}"
         handle = self._collective(
-            what,
+            label,
             None,
             lambda host, host_output: REDUCE_SCATTER(
                 host_output.flatten(), host.flatten(), group=self.group, async_op=True
@@ -210,12 +212,12 @@ class Communicator:
         )
         return handle.giving(output)
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, what: str) -> Handle:
+    def all_to_all(self, output: Tensor, tensor: Tensor, label: str) -> Handle:
         """Put row i of the `tensor` [members, ...] of member j into row j of the `output` of member i.
 
         Both may be used again after the wait.
         """
-        assert tensor.shape == output.shape and len(tensor) == len(self.members), f"{what}: {tuple(tensor.shape)}"
+        assert tensor.shape == output.shape and len(tensor) == len(self.members), f"{label}: {tuple(tensor.shape)}"
 
         def start(host: Tensor, host_output: Tensor) -> Any:
             if self._by_rank:
@@ -225,17 +227,19 @@ class Communicator:
                 [host_output[index] for index in order], [host[index] for index in order], self.group, async_op=True
             )
 
-        return self._collective(what, None, start, reads=tensor, writes=output)
+        return self._collective(label, None, start, reads=tensor, writes=output)
 
-    def exchange(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> Handle:
+    def exchange(
+        self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], label: str
+    ) -> Handle:
         """Send `sent[i]` of the `rows` [sum of sent, ...] to every other member i, and put the `received[i]` rows that
         it sends into the `output` [sum of received, ...]. Both stand member after member, and may be used again after
         the wait.
 
         Nobody checks that a member receives as many as another one sends to it.
         """
-        assert len(rows) == sum(sent) and len(output) == sum(received), f"{what}: {len(rows)} and {len(output)} rows"
-        assert sent[self.position] == received[self.position] == 0, f"{what}: rows for itself"
+        assert len(rows) == sum(sent) and len(output) == sum(received), f"{label}: {len(rows)} and {len(output)} rows"
+        assert sent[self.position] == received[self.position] == 0, f"{label}: rows for itself"
 
         def start(host: Tensor, host_output: Tensor) -> list[Any]:
             if self._by_rank:
@@ -252,17 +256,17 @@ class Communicator:
             return dist.batch_isend_irecv(messages) if messages else []
 
         if self.group is None:
-            return Handle(self, what, (), ())
-        return self._start(what, self.others, start, reads=rows, writes=output)
+            return Handle(self, label, (), ())
+        return self._start(label, self.others, start, reads=rows, writes=output)
 
-    def started(self, what: str) -> Handle:
+    def started(self, label: str) -> Handle:
         """Return the handle of an operation of all members that torch has started on its own, such as a kernel that
         reads others' memory: the watch knows of it from the wait on."""
-        return Handle(self, what, self.others, (None,))
+        return Handle(self, label, self.others, (None,))
 
     # -- rows: as many for each member as all know beforehand --------------------------------------
 
-    def gather_rows(self, rows: Tensor, counts: Sequence[int], root: int, what: str) -> Handle:
+    def gather_rows(self, rows: Tensor, counts: Sequence[int], root: int, label: str) -> Handle:
         """Bring every member's rows to root, concatenated in the order of the members.
 
         rows: [counts[position], ...] on a member; [sum(counts), ...] on root, with root's own rows in place already
@@ -270,15 +274,15 @@ class Communicator:
         counts: rows of each member, in the order of `members`; the same list on all. A member without rows sends no
         message.
         """
-        return self._rows(rows, counts, root, what, to_root=True)
+        return self._rows(rows, counts, root, label, to_root=True)
 
-    def scatter_rows(self, rows: Tensor, counts: Sequence[int], root: int, what: str) -> Handle:
+    def scatter_rows(self, rows: Tensor, counts: Sequence[int], root: int, label: str) -> Handle:
         """Bring from root to every member its rows: the inverse of gather_rows, with the same shapes.
 
         rows: [sum(counts), ...] on root, in the order of the members; its own stay in place.
             [counts[position], ...] on the others, to be filled.
         """
-        return self._rows(rows, counts, root, what, to_root=False)
+        return self._rows(rows, counts, root, label, to_root=False)
 
     def own_rows(self, counts: Sequence[int]) -> slice:
         """Return the slice of root's tensor with this member's rows."""
@@ -290,11 +294,11 @@ class Communicator:
         )
         return [slice(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)]
 
-    def _rows(self, rows: Tensor, counts: Sequence[int], root: int, what: str, to_root: bool) -> Handle:
+    def _rows(self, rows: Tensor, counts: Sequence[int], root: int, label: str, to_root: bool) -> Handle:
         at_root = root == self.rank
         expected = sum(counts) if at_root else counts[self.position]
         assert len(rows) == expected, (
-            f"{what}: {len(rows)} rows, expected {expected} (counts {list(counts)}, root {root})"
+            f"{label}: {len(rows)} rows, expected {expected} (counts {list(counts)}, root {root})"
         )
         if at_root:
             parts = self._parts(counts)
@@ -306,7 +310,7 @@ class Communicator:
         else:
             messages = [(root, slice(None))] if expected else []
         if not messages:
-            return Handle(self, what, (), ())
+            return Handle(self, label, (), ())
         sends = to_root != at_root
         operation = dist.isend if sends else dist.irecv
 
@@ -319,22 +323,22 @@ class Communicator:
         # If root receives, its own rows are in the same tensor: a staged copy back must not lose them, hence "both".
         roles = {"reads": rows} if sends else {"both": rows} if at_root else {"writes": rows}
         peers = tuple(member for member, _ in messages)
-        return self._start(what, peers, start, **roles)
+        return self._start(label, peers, start, **roles)
 
     # -- how an operation is started ---------------------------------------------------------------
 
-    def _collective(self, what: str, root: int | None, start: Callable[..., dist.Work | None], **given: Any) -> Handle:
+    def _collective(self, label: str, root: int | None, start: Callable[..., dist.Work | None], **given: Any) -> Handle:
         assert root is None or root in self.members, (
-            f"{what}: root {root} is not a member of {self.name} {self.members}"
+            f"{label}: root {root} is not a member of {self.name} {self.members}"
         )
         if self.group is None:
-            return Handle(self, what, (), ())
+            return Handle(self, label, (), ())
         peers = self.others if root in (None, self.rank) else (root, *(peer for peer in self.others if peer != root))
-        return self._start(what, peers, lambda *hosts: [start(*hosts)], **given)
+        return self._start(label, peers, lambda *hosts: [start(*hosts)], **given)
 
     def _start(
         self,
-        what: str,
+        label: str,
         peers: tuple[int, ...],
         start: Callable[..., list[dist.Work | None]],
         *,
@@ -345,26 +349,26 @@ class Communicator:
         """Call `start` with the tensors read, written, or both, in this order, or with their copies in host memory."""
         tensors = [tensor for tensor in (reads, writes, both) if tensor is not None]
         for tensor in tensors:
-            assert tensor.is_contiguous(), f"{what}: the tensor {tuple(tensor.shape)} is not contiguous"
+            assert tensor.is_contiguous(), f"{label}: the tensor {tuple(tensor.shape)} is not contiguous"
         finish = None
         if self.staging is not None:
             tensors, finish = self.staging.to_host(reads, writes, both)
         try:
             works = start(*tensors)
         except RuntimeError as error:
-            raise self.failed(error, what, "", peers) from error
-        return Handle(self, what, peers, works, tensors=tensors, finish=finish)
+            raise self.failed(error, label, "", peers) from error
+        return Handle(self, label, peers, works, tensors=tensors, finish=finish)
 
-    def waiting(self, what: str) -> AbstractContextManager[None]:
+    def waiting(self, label: str) -> AbstractContextManager[None]:
         """Tell the watch, within, that this process waits for the other members."""
-        return nullcontext() if self.watch is None else self.watch.during(what, self.name, self.others)
+        return nullcontext() if self.watch is None else self.watch.during(label, self.name, self.others)
 
-    def failed(self, error: RuntimeError, what: str, needed_by: str, peers: tuple[int, ...]) -> RunError:
+    def failed(self, error: RuntimeError, label: str, needed_by: str, peers: tuple[int, ...]) -> RunError:
         """Return the error to raise when an operation failed; the watch finds the cause."""
         if self.watch is not None:
-            self.watch.awaiting(what, needed_by, self.name, peers)
+            self.watch.awaiting(label, needed_by, self.name, peers)
             return self.watch.explain(error)
         purpose = f" for {needed_by}" if needed_by else ""
         return RunError(
-            f"process {self.rank}, awaiting {what}{purpose} from process {', '.join(map(str, peers))}: {error}"
+            f"process {self.rank}, awaiting {label}{purpose} from process {', '.join(map(str, peers))}: {error}"
         )

@@ -23,14 +23,14 @@ LIMIT_BYTES = 1 << 30
 """Largest message: an index of a hundred thousand tensors is a tenth of that."""
 
 
-def values_of_members(communicator: Communicator | None, value: Any, what: str) -> list[Any]:
+def values_of_members(communicator: Communicator | None, value: Any, label: str) -> list[Any]:
     """Return the JSON value of every member, in their order; only one's own without others. Collective.
 
-    what: for the error of a process that waits in vain.
+    label: for the error of a process that waits in vain.
     """
     if communicator is None:
         return [value]
-    with communicator.waiting(what):
+    with communicator.waiting(label):
         values = gather_values(value, communicator.group)
     by_rank = sorted(communicator.members)
     return [values[by_rank.index(member)] for member in communicator.members]

@@ -172,8 +172,8 @@ class Activations:
 
     # --- O, D, L -----------------------------------------------------------------------------------------------
 
-    def offload(self, key: StageUnit, what: str = "") -> None:
-        """O. what: text of the pass, for `recorded`.
+    def offload(self, key: StageUnit, label: str = "") -> None:
+        """O. label: text of the pass, for `recorded`.
 
         Raises:
             RunError: the host has no room, unless activations then stay.
@@ -198,7 +198,7 @@ class Activations:
                 )
         moves = [(memory.storage, slot) for memory, slot in zip(memories, slots, strict=True) if memory.storage]
         moved = self._moved[key] = _Moved(memories, slots, self.copies.out(moves))
-        self._record(what, moved.out)
+        self._record(label, moved.out)
 
     def give_back(self, key: StageUnit) -> None:
         """D."""
@@ -209,8 +209,8 @@ class Activations:
         for memory in moved.memories:
             memory.free()
 
-    def load(self, key: StageUnit, what: str = "") -> None:
-        """L. what: text of the pass, for `recorded`."""
+    def load(self, key: StageUnit, label: str = "") -> None:
+        """L. label: text of the pass, for `recorded`."""
         moved = self._moved[key]
         assert moved.given_back and moved.back is None
         moves = []
@@ -220,7 +220,7 @@ class Activations:
         moved.back = self.copies.back(moves, moved.out)
         for slot in moved.slots:
             self.pool.give(slot)
-        self._record(what, moved.back)
+        self._record(label, moved.back)
 
     def ready(self, key: StageUnit) -> None:
         """Make the activations available to B, I or R of that microbatch."""
@@ -228,9 +228,9 @@ class Activations:
         assert moved.back is not None
         self.copies.wait(moved.back)
 
-    def _record(self, what: str, ticket: Ticket) -> None:
+    def _record(self, label: str, ticket: Ticket) -> None:
         if self.recorded is not None:
-            self.recorded.append((what, ticket.stamps))
+            self.recorded.append((label, ticket.stamps))
 
     # --- the step ----------------------------------------------------------------------------------------------
 

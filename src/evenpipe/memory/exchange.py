@@ -90,7 +90,7 @@ class FirstMember:
             [self._times * size for size in counts] for counts in known
         ]
 
-    def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], what: str) -> Done:
+    def start(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], label: str) -> Done:
         return Done(held=[output, rows])
 
 

@@ -35,15 +35,15 @@ class _FirstOf:
         self.gathered: list[int] = []
         """Bytes of each all-gather's output."""
 
-    def all_gather(self, tensor: Tensor, what: str) -> Done:
+    def all_gather(self, tensor: Tensor, label: str) -> Done:
         output = tensor.new_empty((len(self.members), *tensor.shape))
         self.gathered.append(self._measure(output.nbytes))
         return Done(output, [output, tensor])
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, what: str) -> Done:
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, label: str) -> Done:
         return Done(output, [output, tensor])
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, what: str) -> Done:
+    def all_to_all(self, output: Tensor, tensor: Tensor, label: str) -> Done:
         return Done(held=[output, tensor])
 
 

@@ -119,11 +119,11 @@ class Visit:
         return self._tensor[self._communicator.own_rows(self._counts)] if self.is_here else self._tensor
 
 
-def sums(tensors: list[Tensor], communicator: Communicator | None, what: str) -> list[Tensor]:
+def sums(tensors: list[Tensor], communicator: Communicator | None, label: str) -> list[Tensor]:
     """Return each tensor summed over the processes, with one message for all; they must have the same dtype. All
     processes gather and add in the same order, so they get the same bits. Without a communicator, return `tensors`."""
     if communicator is None:
         return tensors
     flat = torch.cat([tensor.flatten() for tensor in tensors])
-    parts = communicator.all_gather(flat, what).wait(NEEDED_BY).sum(0).split([tensor.numel() for tensor in tensors])
+    parts = communicator.all_gather(flat, label).wait(NEEDED_BY).sum(0).split([tensor.numel() for tensor in tensors])
     return [total.view(tensor.shape) for total, tensor in zip(parts, tensors, strict=True)]

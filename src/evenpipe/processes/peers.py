@@ -65,12 +65,12 @@ class Peers:
 
     def silence_of(self, rank: int, seconds: float) -> Cause:
         """Return the cause for a process that has not beaten for this long."""
-        what = f"{process(rank)} gave no sign of life for {seconds:g} s"
+        reason = f"{process(rank)} gave no sign of life for {seconds:g} s"
         beat = self.beat(rank)[1]
         if beat is None:
-            return Cause("silent", rank, what)
+            return Cause("silent", rank, reason)
         doing = f"awaited {beat.waiting}" if beat.waiting else "was not waiting for any process"
-        return Cause("silent", rank, f"{what} (pid {beat.pid}; it {doing})")
+        return Cause("silent", rank, f"{reason} (pid {beat.pid}; it {doing})")
 
     def stuck(self, waiting: Waiting | None) -> Cause:
         """After a timeout without a death: follow who waits for whom to the nearest process that does not wait, or
@@ -88,7 +88,7 @@ class Peers:
                 if beat is None:
                     continue
                 other = beat.waiting
-                if other and (other.what, other.communicator) == (waiting.what, waiting.communicator):
+                if other and (other.label, other.communicator) == (waiting.label, waiting.communicator):
                     continue
                 if beat.done or beat.waiting is None:
                     state = "has finished" if beat.done else "does not wait"

@@ -69,14 +69,14 @@ class Cause:
 class Waiting:
     """What a main thread waits for."""
 
-    what: str
+    label: str
     needed_by: str
     communicator: str
     peers: tuple[int, ...]
 
     def __str__(self) -> str:
         for_pass = f" for {self.needed_by}" if self.needed_by else ""
-        return f"{self.what}{for_pass} from {processes(self.peers)}"
+        return f"{self.label}{for_pass} from {processes(self.peers)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +113,11 @@ class Beat:
 
 
 def _waiting(fields: Any, world_size: int) -> Waiting:
-    what, needed_by, communicator, peers = _values(fields, "what", "needed_by", "communicator", "peers")
+    label, needed_by, communicator, peers = _values(fields, "label", "needed_by", "communicator", "peers")
     if not isinstance(peers, list) or len(peers) > world_size:
         raise ValueError
     numbers = tuple(_number(peer, 0, world_size - 1) for peer in peers)
-    return Waiting(_text(what), _text(needed_by), _text(communicator), numbers)
+    return Waiting(_text(label), _text(needed_by), _text(communicator), numbers)
 
 
 def _parsed(text: str) -> Any:

@@ -94,8 +94,8 @@ def supervise(processes: Sequence[BaseProcess], beats: Beats, *, silence_seconds
             if stopped[rank] and (first is not None or found is not None):
                 send(process, signal.SIGKILL)
             elif max(stopped[rank], silent[rank]) > silence_seconds + 4 * LOOK_SECONDS:  # its peers are quicker
-                what = "was stopped" if stopped[rank] else "gave no sign of life"
-                found = rank, f"{what} for {silence_seconds:g} s"
+                state = "was stopped" if stopped[rank] else "gave no sign of life"
+                found = rank, f"{state} for {silence_seconds:g} s"
                 send(process, signal.SIGKILL)
             elif now > terminate:
                 send(process, signal.SIGKILL if now > kill else signal.SIGTERM)

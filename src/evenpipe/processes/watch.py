@@ -178,7 +178,7 @@ class Watch:
 
     def awaiting(
         self,
-        what: str,
+        label: str,
         needed_by: str,
         communicator: str,
         peers: tuple[int, ...],
@@ -192,7 +192,7 @@ class Watch:
             RunError: the run is known to have failed already.
         """
         limit_seconds = self.timeout_seconds if limit_seconds is None else limit_seconds
-        self._awaited.begin(Waiting(what, needed_by, communicator, peers), limit_seconds)
+        self._awaited.begin(Waiting(label, needed_by, communicator, peers), limit_seconds)
         self.raise_cause()
 
     def raise_cause(self) -> None:
@@ -233,9 +233,9 @@ class Watch:
         return lambda: self._interrupts.remove(interrupt)
 
     @contextlib.contextmanager
-    def during(self, what: str, communicator: str, peers: tuple[int, ...]) -> Iterator[None]:
+    def during(self, label: str, communicator: str, peers: tuple[int, ...]) -> Iterator[None]:
         """Wrap a blocking call of torch.distributed: announce it, and raise the result of `explain` if it fails."""
-        self.awaiting(what, "", communicator, peers)
+        self.awaiting(label, "", communicator, peers)
         try:
             yield
         except RuntimeError as error:

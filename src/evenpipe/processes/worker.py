@@ -92,35 +92,35 @@ class Worker:
         with self.store.patient(self.watch.silence_seconds):
             return self.store.settle(name, text)
 
-    def wait_for_mark(self, name: str, what: str, needed_by: str) -> None:
+    def wait_for_mark(self, name: str, label: str, needed_by: str) -> None:
         """Return when the first process has left the mark, however long its work takes.
 
-        what, needed_by: description of this wait, for error messages.
+        label, needed_by: description of this wait, for error messages.
 
         Raises:
             RunError: the run has failed.
             StoreError: the store is gone.
         """
-        self._wait_for([name], what, needed_by, (0,), float("inf"))
+        self._wait_for([name], label, needed_by, (0,), float("inf"))
 
-    def wait_for_all(self, what: str, limit_seconds: float) -> None:
+    def wait_for_all(self, label: str, limit_seconds: float) -> None:
         """Return when all processes have called this as often; a process that evenpipe runs need not wait.
 
         Before groups are made: there nothing can interrupt the wait for a process that has failed and lives on. Raises
         as `wait_for_mark`.
         """
         self._meetings += 1
-        marks = [f"{what} {self._meetings}/{rank}" for rank in range(self.world_size)]
+        marks = [f"{label} {self._meetings}/{rank}" for rank in range(self.world_size)]
         self.mark(marks[self.rank])
         if not self.owned:
-            self._wait_for(marks, what, "", self.watch.others, limit_seconds)
+            self._wait_for(marks, label, "", self.watch.others, limit_seconds)
 
     def _wait_for(
-        self, names: Sequence[str], what: str, needed_by: str, peers: tuple[int, ...], limit_seconds: float
+        self, names: Sequence[str], label: str, needed_by: str, peers: tuple[int, ...], limit_seconds: float
     ) -> None:
         if self.store is None:
             return
-        self.watch.awaiting(what, needed_by, "store", peers, limit_seconds)
+        self.watch.awaiting(label, needed_by, "store", peers, limit_seconds)
         found, pause = False, 0.01
         while not found:
             with contextlib.suppress(StoreSilentError):  # the watch knows how long it may be silent
@@ -350,8 +350,8 @@ def meet(store: Store, rank: int, world_size: int, limit_seconds: float, termina
                 missing = [other for other in range(world_size) if not store.has([keys[other]])]
                 if missing:
                     in_time = f"did not start within {limit_seconds:g} s"
-                    what = "had not started when SIGTERM came" if terminated else in_time
-                    fault = f"{processes(missing)} of {world_size} {what}"
+                    state = "had not started when SIGTERM came" if terminated else in_time
+                    fault = f"{processes(missing)} of {world_size} {state}"
             if fault is not None or store.has(["no start"]):  # the first finding counts: others follow from it
                 raise RunError(words(store.settle("no start", fault or "")))
             time.sleep(pause)

@@ -547,12 +547,12 @@ class Pipeline:
             raise InputError("arrange: processes were given other pass times, expected the same on all of them")
         self.layout = layout
 
-    def from_the_first(self, text: str | None, what: str) -> str | None:
+    def from_the_first(self, text: str | None, label: str) -> str | None:
         """Return the text of the very first process on all processes. Collective.
 
-        what: describes the text in the error of a process that waits for it in vain.
+        label: describes the text in the error of a process that waits for it in vain.
         """
-        return self._groups.from_the_first(text, what)
+        return self._groups.from_the_first(text, label)
 
     def predict(self, vocabulary: str | None = None) -> Timeline:
         """Simulate a step of this pipeline, optionally in another vocabulary mode. Times are in FLOPs per token.

@@ -138,7 +138,7 @@ class Values:
             return
         started = self.recording.stamp()
         handle.wait(needed_by)
-        self.recording.waits.append((handle.what, needed_by, started, self.recording.stamp()))
+        self.recording.waits.append((handle.label, needed_by, started, self.recording.stamp()))
 
     # --- the step --------------------------------------------------------------------------------------------
 
