@@ -23,10 +23,10 @@ from transformers.masking_utils import (
 )
 
 from evenpipe.attention import function
-from evenpipe.attention import sight as sight_of_pieces
+from evenpipe.attention import row_context as sight_of_pieces
 from evenpipe.attention.blocks import Block, causal_blocks
 from evenpipe.attention.places import places_of_ranks
-from evenpipe.attention.sight import Alone, Mask, Sight, documents_of
+from evenpipe.attention.row_context import Alone, Mask, RowContext, documents_of
 from evenpipe.errors import InputError
 
 
@@ -41,7 +41,7 @@ def pairs(found: list[Block], batch: int, queries: int, keys: int) -> Tensor:
     return counts
 
 
-def drawn(dice: random.Random) -> Sight:
+def drawn(dice: random.Random) -> RowContext:
     """Return what a pass sees of two rows: some slices of them, on one of some ranks, in their order or any other."""
     ranks, batch = dice.choice([1, 1, 2, 3]), 2
     unit = 1 if ranks == 1 else 2 * ranks
@@ -62,16 +62,16 @@ def drawn(dice: random.Random) -> Sight:
     keys = torch.cat([places for slice_ in known for places in slice_])
     if dice.random() < 0.2:
         keys = keys[torch.tensor(dice.sample(range(len(keys)), len(keys)))]
-    return Sight(own, keys, Alone(), length, positions, documents, valid, apart=documents is not None)
+    return RowContext(own, keys, Alone(), length, positions, documents, valid, separate=documents is not None)
 
 
 def test_looks_are_the_mask() -> None:
     for seed in range(200):
-        sight = drawn(random.Random(seed))
-        mask = Mask(sight, causal_mask_function, 2, apart=sight.apart)
+        row_context = drawn(random.Random(seed))
+        mask = Mask(row_context, causal_mask_function, 2, separate=row_context.separate)
         expected = mask.tensor()[:, 0].expand(2, -1, -1).long()
         assert torch.equal(pairs(mask.blocks, 2, *expected.shape[1:]), expected), seed
-        asked = torch.zeros(2, len(sight.queries), dtype=torch.int64)
+        asked = torch.zeros(2, len(row_context.queries), dtype=torch.int64)
         for block in mask.blocks:
             asked[block.sequences, block.queries] += 1
         assert asked.eq(1).all(), seed
@@ -90,19 +90,19 @@ def test_kernels_compute_what_a_mask_would(kernel: str, sample, monkeypatch) -> 
         dice = random.Random(seed)
         monkeypatch.setattr(sight_of_pieces, "ROWS", dice.choice([4, 16, 1024]))
         torch.manual_seed(seed)
-        sight = drawn(dice)
+        row_context = drawn(dice)
         heads, shared, size, smaller = 2, dice.choice([1, 3]), 16, dice.choice([16, 8])
         shapes = (
-            (heads * shared, len(sight.queries), size),
-            (heads, len(sight.keys), size),
-            (heads, len(sight.keys), smaller),
+            (heads * shared, len(row_context.queries), size),
+            (heads, len(row_context.keys), size),
+            (heads, len(row_context.keys), smaller),
         )
         tensors = [torch.randn(2, *shape, dtype=torch.float64) for shape in shapes]
         sees = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
-        mask = Mask(sight, sees, 2, apart=sight.apart)
+        mask = Mask(row_context, sees, 2, separate=row_context.separate)
         seen = mask.tensor().expand(2, 1, -1, -1)
         if kernel == "_Flash" and mask.rounds is None:
-            assert window is not None and sight.valid is not None
+            assert window is not None and row_context.valid is not None
             continue
         results = []
         for attend in (partial(ours, kernel), plain):
@@ -136,22 +136,22 @@ def test_flash_attention_takes_documents_in_one_call_and_chunks_apart() -> None:
     """A document, or a slice, shares no keys with another; chunks of one document do."""
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 6, 7]])
     every = torch.arange(8)
-    packed = Sight(every, every, Alone(), 8, positions, documents_of(positions))
-    (call,) = Mask(packed, causal_mask_function, 2, apart=True).rounds.rounds
+    packed = RowContext(every, every, Alone(), 8, positions, documents_of(positions))
+    (call,) = Mask(packed, causal_mask_function, 2, separate=True).rounds.rounds
     assert call.queries is None and call.keys is None and call.causal
     assert call.query_ends.tolist() == call.key_ends.tolist() == [0, 3, 7, 8, 16]
     assert (call.most_queries, call.most_keys) == (8, 8)
-    slice_ = Sight(every[5:], every, Alone(), 8)
-    (call,) = Mask(slice_, causal_mask_function, 2, apart=False).rounds.rounds
+    slice_ = RowContext(every[5:], every, Alone(), 8)
+    (call,) = Mask(slice_, causal_mask_function, 2, separate=False).rounds.rounds
     assert call.queries is None and call.keys is None
     assert (call.query_ends.tolist(), call.key_ends.tolist()) == ([0, 3, 6], [0, 8, 16])
     ranks = places_of_ranks(0, 8, 2, None)
-    chunks = Sight(ranks[0], torch.cat(ranks), Alone(), 8)
-    calls = Mask(chunks, causal_mask_function, 1, apart=False).rounds.rounds
+    chunks = RowContext(ranks[0], torch.cat(ranks), Alone(), 8)
+    calls = Mask(chunks, causal_mask_function, 1, separate=False).rounds.rounds
     assert [call.key_ends.tolist() for call in calls] == [[0, 8], [0, 2]]
     assert calls[0].keys.tokens.tolist() == [0, 1, 4, 5, 6, 7, 2, 3]
-    together = Sight(torch.cat(ranks), torch.cat(ranks), Alone(), 8)  # heads are exchanged for tokens
-    (call,) = Mask(together, causal_mask_function, 1, apart=False).rounds.rounds
+    together = RowContext(torch.cat(ranks), torch.cat(ranks), Alone(), 8)  # heads are exchanged for tokens
+    (call,) = Mask(together, causal_mask_function, 1, separate=False).rounds.rounds
     assert call.query_ends.tolist() == call.key_ends.tolist() == [0, 8]
 
 
@@ -159,8 +159,8 @@ def test_blocks_of_flex_attention_are_those_of_the_mask(monkeypatch) -> None:
     monkeypatch.setattr(sight_of_pieces, "BLOCK", 4)
     monkeypatch.setattr(sight_of_pieces, "ROWS", 8)
     for seed in range(40):
-        sight = drawn(random.Random(seed))
-        mask = Mask(sight, sliding_window_causal_mask_function(5), 2, apart=sight.apart)
+        row_context = drawn(random.Random(seed))
+        mask = Mask(row_context, sliding_window_causal_mask_function(5), 2, separate=row_context.separate)
         seen, found = mask.tensor(), mask.block_mask
         padded = functional.pad(seen, (0, -seen.shape[3] % 4, 0, -seen.shape[2] % 4))
         seen_of_block = padded.unflatten(3, (-1, 4)).unflatten(2, (-1, 4)).sum((3, 5))
@@ -169,7 +169,7 @@ def test_blocks_of_flex_attention_are_those_of_the_mask(monkeypatch) -> None:
 
 
 def test_windows_are_recognised() -> None:
-    sight = Sight(torch.arange(8), torch.arange(8), Alone(), 8)
+    row_context = RowContext(torch.arange(8), torch.arange(8), Alone(), 8)
     for predicate, window in (
         (sliding_window_causal_mask_function(3), 3),
         (causal_mask_function, None),
@@ -177,7 +177,7 @@ def test_windows_are_recognised() -> None:
         (sliding_window_bidirectional_mask_function(3), None),
         (partial(causal_mask_function), None),
     ):
-        assert Mask(sight, predicate, 1, apart=False).window == window
+        assert Mask(row_context, predicate, 1, separate=False).window == window
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn3", "flex_attention"])

@@ -17,7 +17,7 @@ from evenpipe.attention import function
 from evenpipe.attention.carry import Carries
 from evenpipe.attention.check import _WholeRows, check_pieces, needs_our_attention
 from evenpipe.attention.function import adopt
-from evenpipe.attention.sight import Alone, Mask, Sight, seeing
+from evenpipe.attention.row_context import Alone, Mask, RowContext, activated
 from evenpipe.errors import InputError
 from evenpipe.model import Description, describe
 
@@ -42,7 +42,7 @@ def test_families_that_pass(family: str, slices: bool) -> None:
     check_pieces(description, "this", slices=slices)
     assert needs_our_attention(description) == (family in LOOK_ACROSS)
     assert needs_our_attention(description, on_gpu=True)
-    check_pieces(description, "this", slices=slices, apart=True)
+    check_pieces(description, "this", slices=slices, separate=True)
 
 
 PIECES = {
@@ -89,8 +89,8 @@ def test_masks_and_dropout_that_pieces_cannot_have_are_refused() -> None:
     """Masks place by place; of the tokens of a call, as Gemma 4's for images, which looks places up in a table as long
     as the piece; and attention that drops weights."""
     every, groups = torch.arange(ROW), torch.zeros(ROW // 2)
-    sight = Sight(every, every, Alone(), ROW)
-    mask = Mask(sight, lambda b, h, q, k: groups[q] == groups[k], 1, apart=False)
+    row_context = RowContext(every, every, Alone(), ROW)
+    mask = Mask(row_context, lambda b, h, q, k: groups[q] == groups[k], 1, separate=False)
     model = whole_model(tiny_config("llama", attention_dropout=0.1))
     adopt(model)
     tokens, _ = tokens_and_labels(sequence=ROW)
@@ -99,7 +99,7 @@ def test_masks_and_dropout_that_pieces_cannot_have_are_refused() -> None:
         (mask.tensor, "look tokens up in a table"),
         (lambda: model(input_ids=tokens, position_ids=every.expand(2, -1), use_cache=False), "drops no weights"),
     ):
-        with seeing(sight), pytest.raises(InputError, match=sentence):
+        with activated(row_context), pytest.raises(InputError, match=sentence):
             call()
     config = Configuration("opt").build()
     config.attention_dropout = 0.1
@@ -117,11 +117,13 @@ def test_the_check_finds_a_rotary_table_of_the_piece(slices: bool, monkeypatch) 
 
 def test_the_check_finds_documents_that_see_each_other(monkeypatch) -> None:
     """A mask that forgets that documents are apart."""
-    monkeypatch.setattr("evenpipe.attention.check.Sight", lambda *given, apart, **others: Sight(*given, **others))
+    monkeypatch.setattr(
+        "evenpipe.attention.check.RowContext", lambda *given, separate, **others: RowContext(*given, **others)
+    )
     description = described("gpt_oss")
     for check in (
         lambda: needs_our_attention(description),
-        lambda: check_pieces(description, "this", slices=True, apart=True),
+        lambda: check_pieces(description, "this", slices=True, separate=True),
     ):
         with pytest.raises(InputError, match="computes something else"):
             check()

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from evenpipe.attention.carry import Carries
 from evenpipe.attention.function import OwnAttention
 from evenpipe.attention.places import places_of_ranks
-from evenpipe.attention.sight import Alone, Keys, OnHost, Sight, documents_of, seeing
+from evenpipe.attention.row_context import Alone, Keys, OnHost, RowContext, activated, documents_of
 from evenpipe.memory import emulation
 from evenpipe.model import build_stage, describe
 
@@ -51,14 +51,14 @@ class _Gathered(Alone):
     def keys(self, layer: int, key: Tensor, value: Tensor) -> Keys:
         return key.repeat(1, 1, self._ranks, 1), value.repeat(1, 1, self._ranks, 1)
 
-    def again(self, layer: int, *own: Tensor) -> Keys:
+    def keys_again(self, layer: int, *own: Tensor) -> Keys:
         return self.keys(layer, *own)
 
     def gradients(self, layer: int, key: Tensor, value: Tensor, dtype: torch.dtype) -> Keys:
         return super().gradients(layer, *(one.unflatten(2, (self._ranks, -1)).sum(2) for one in (key, value)), dtype)
 
 
-def sight_of(way: str, length: int) -> Sight:
+def sight_of(way: str, length: int) -> RowContext:
     ranks = 4 if "ranks" in way else 1
     start = length // 2 if "slices" in way else 0
     positions = torch.arange(length)[None] % DOCUMENT if "documents" in way else torch.arange(length)[None]
@@ -68,7 +68,7 @@ def sight_of(way: str, length: int) -> Sight:
     valid = torch.arange(length)[None] < length - 5 if "padding" in way else None
     own, keys = places[-1], torch.cat([*before, *places])
     there = [None if one is None else one.to("meta") for one in (own, keys, positions, documents, valid)]
-    return Sight(
+    return RowContext(
         queries=there[0],
         keys=there[1],
         exchange=_Gathered(ranks) if ranks > 1 else Alone(),
@@ -76,7 +76,7 @@ def sight_of(way: str, length: int) -> Sight:
         positions=there[2],
         documents=there[3],
         valid=there[4],
-        apart=documents is not None,
+        separate=documents is not None,
         on_host=OnHost(own, keys, documents, valid),
         kernels_of="cuda",
     )
@@ -87,18 +87,18 @@ def largest(config: PreTrainedConfig, way: str, length: int) -> int:
     description = describe(config)
     stage = build_stage(description, 1, 2, is_first=False, is_last=False, dtype=torch.bfloat16, torch_device="meta")
     OwnAttention().apply(stage, {})
-    sight = sight_of(way, length)
+    row_context = sight_of(way, length)
     if "slices" in way:
         carries = Carries((length // 2, length))
-        sight.exchange = carries.exchange(0, 1, sight.exchange)
+        row_context.exchange = carries.exchange(0, 1, row_context.exchange)
         shape = (1, config.num_key_value_heads, length, config.head_dim)
         kept = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for _ in range(2))
-        sight.exchange._carry._keys[1] = tuple(kept)
+        row_context.exchange._carry._keys[1] = tuple(kept)
     hidden = torch.empty(
-        (1, len(sight.queries), config.hidden_size), dtype=torch.bfloat16, device="meta", requires_grad=True
+        (1, len(row_context.queries), config.hidden_size), dtype=torch.bfloat16, device="meta", requires_grad=True
     )
-    positions = sight.positions[:, sight.on_host.queries]
-    with _Largest() as counted, seeing(sight):
+    positions = row_context.positions[:, row_context.on_host.queries]
+    with _Largest() as counted, activated(row_context):
         stage(hidden, position_ids=positions).backward(torch.empty_like(hidden))
     return counted.bytes
 

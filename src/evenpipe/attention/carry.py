@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from evenpipe.attention.sight import Exchange, Keys
+from evenpipe.attention.row_context import Exchange, Keys
 from evenpipe.errors import InputError
 
 
@@ -106,7 +106,7 @@ class CarriedSlice:
             buffers[layer] = key, value
         for buffer, local in zip(buffers[layer], new, strict=True):
             buffer[:, :, self._own] = local
-        return self.again(layer)
+        return self.keys_again(layer)
 
     def end_forward(self) -> None:
         """Raise InputError if this slice has run other layers than the first one."""
@@ -116,7 +116,7 @@ class CarriedSlice:
             ran, not_ran = (self._index, 0) if layer in self._ran else (0, self._index)
             raise self._carry._uneven(layer, f"it runs on slice {ran}, and not on slice {not_ran}")
 
-    def again(self, layer: int, *local: Tensor) -> Keys:
+    def keys_again(self, layer: int, *local: Tensor) -> Keys:
         """Return the keys of all slices up to this one."""
         key, value = self._carry._keys[layer]
         return key[:, :, : self._end], value[:, :, : self._end]

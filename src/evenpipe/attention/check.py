@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from evenpipe.attention.function import adopt
-from evenpipe.attention.sight import Alone, Exchange, Keys, Mask, Sight, documents_of, seeing
+from evenpipe.attention.row_context import Alone, Exchange, Keys, Mask, RowContext, activated, documents_of
 from evenpipe.errors import InputError
 from evenpipe.model.comparison import contains_cast, relative_error, tolerance
 from evenpipe.model.copies import copied
@@ -40,13 +40,13 @@ PLAIN = "plain modules do not say where they attend to other tokens, expected"
 """Start of the sentence that rejects plain modules; the accepted value follows."""
 
 
-def check_pieces(description: Description, option: str, *, slices: bool, apart: bool = False) -> None:
+def check_pieces(description: Description, option: str, *, slices: bool, separate: bool = False) -> None:
     """Compare a small copy of a model on pieces of rows with the same copy on whole rows, in about a second on a CPU.
 
     Args:
         option: the option that requires the check, for messages.
         slices: pieces run one after the other; otherwise they are on several processes, each with two chunks.
-        apart: documents of a row do not see each other.
+        separate: documents of a row do not see each other.
 
     Raises:
         InputError: the pieces do not run, or would compute something else; the message is one sentence.
@@ -54,13 +54,13 @@ def check_pieces(description: Description, option: str, *, slices: bool, apart: 
     refuse = f"{description.architecture} cannot be trained with {option}:"
     with _whole_rows(description, refuse, f"{option}: {PLAIN} 1", "pieces of sequences") as reference:
         for row in reference.rows:
-            reference.logits(row, separate=apart)
+            reference.logits(row, separate=separate)
         _refuse_dropout(description)
         for row in reference.rows:
-            recorded = reference.keys(row, separate=apart)
+            recorded = reference.keys(row, separate=separate)
             for queries, keys in _pieces(slices):
                 exchange = Others(recorded, queries, len(keys))
-                reference.compare("a piece of a sequence", row, queries, keys, exchange, separate=apart)
+                reference.compare("a piece of a sequence", row, queries, keys, exchange, separate=separate)
 
 
 def needs_our_attention(description: Description, *, on_gpu: bool = False) -> bool:
@@ -76,17 +76,17 @@ def needs_our_attention(description: Description, *, on_gpu: bool = False) -> bo
     plain = f'documents: {PLAIN} "joined"'
     with _whole_rows(description, refuse, plain, "rows of several documents") as reference:
         row = next(row for row in reference.rows if row.documents is not None)
-        keeps_apart = (
+        keeps_separate = (
             relative_error(reference.logits(row, separate=False), reference.logits(row, separate=True))
             <= reference.tolerance
         )
-        if keeps_apart and not on_gpu:
+        if keeps_separate and not on_gpu:
             return False
         try:
             _refuse_dropout(description)
             reference.keys(row, separate=True)
         except Exception:  # of any type: see `_whole_rows`
-            if keeps_apart:
+            if keeps_separate:
                 return False
             raise
         return True
@@ -215,9 +215,9 @@ class _WholeRows:
     ) -> None:
         """Raise InputError if evenpipe's attention gives another result for some tokens."""
         valid = None if row.mask is None else row.mask.bool()
-        sight = Sight(queries, keys, exchange, ROW, row.positions, row.documents, valid, apart=separate)
+        row_context = RowContext(queries, keys, exchange, ROW, row.positions, row.documents, valid, separate=separate)
         local_row = _Row(row.tokens[:, queries], row.positions[:, queries])
-        with torch.no_grad(), seeing(sight):
+        with torch.no_grad(), activated(row_context):
             result = _logits(self._ours, local_row)
         expected = self.logits(row, separate=separate)[:, queries]
         if valid is not None:

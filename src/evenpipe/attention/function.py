@@ -32,7 +32,7 @@ from evenpipe.attention import flash
 from evenpipe.attention.blocks import Block, KeyRange
 from evenpipe.attention.heads import heads_of, to_heads, to_tokens
 from evenpipe.attention.rotary import depends_on_length, of_whole_rows
-from evenpipe.attention.sight import Exchange, Mask, Predicate, current
+from evenpipe.attention.row_context import Exchange, Mask, Predicate, current
 from evenpipe.errors import InputError
 from evenpipe.model.stage import Stage
 
@@ -85,20 +85,20 @@ def mask(
     Raises:
         InputError: the family's mask is a function of local positions.
     """
-    sight = current()
-    assert sight is not None, "the model's forward runs outside of `seeing`"
+    row_context = current()
+    assert row_context is not None, "the model's forward runs outside of `activated`"
     if use_vmap:
         raise InputError("its masks are made by functions that look at one place at a time (use_vmap).")
-    separate = (sight.apart or sight.looks_for_documents) and sight.documents is not None
-    sight.looks_for_documents = False
-    return sight.mask(mask_function, batch_size, apart=separate)
+    separate = (row_context.separate or row_context.looks_for_documents) and row_context.documents is not None
+    row_context.looks_for_documents = False
+    return row_context.mask(mask_function, batch_size, separate=separate)
 
 
 @torch.compiler.disable
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend to all keys of `attention_mask.sight`, as the family would.
+    """Attend to all keys of `attention_mask.row_context`, as the family would.
 
     Args:
         query, key, value: [batch, heads, tokens, size], with position embeddings; keys and values may have fewer heads.
@@ -116,12 +116,12 @@ def attention(
             "the attention of pieces of sequences drops no weights, and this layer asks for it; expected no attention"
             " dropout in the model's config"
         )
-    heads = attention_mask.sight.heads
+    heads = attention_mask.row_context.heads
     inner = _Inner(module, options) if heads is None else _Inner(*heads_of(module, options, query, heads))
     if heads is not None:
         query, key, value = to_heads(query, key, value, heads)
-    call = Call(attention_mask, attention_mask.sight.exchange, int(getattr(module, "layer_idx", 0)), inner)
-    device = attention_mask.sight.kernels_of or query.device.type
+    call = Call(attention_mask, attention_mask.row_context.exchange, int(getattr(module, "layer_idx", 0)), inner)
+    device = attention_mask.row_context.kernels_of or query.device.type
     kernel = _KERNELS[device] if inner.is_fused and device in _KERNELS else None
     if kernel is not None and kernel.fits(query, value, attention_mask):
         result = kernel.apply(query, key, value, call).transpose(1, 2).contiguous()
@@ -166,7 +166,7 @@ class _Flash(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         call, saved = ctx.call, ctx.saved_tensors
         query, saved_keys, (result, *sums) = saved[0], saved[1 : 1 + ctx.saved_count], saved[1 + ctx.saved_count :]
-        keys, values = call.exchange.again(call.layer, *saved_keys)
+        keys, values = call.exchange.keys_again(call.layer, *saved_keys)
         of_query, *of_keys_and_values = call.mask.rounds.gradients(
             gradient, query, keys, values, result=result, sums=sums, scale=call.inner.scale
         )
@@ -216,7 +216,7 @@ class _Kernel(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, *saved_keys, result, sums = ctx.saved_tensors
         call = ctx.call
-        keys, values = call.exchange.again(call.layer, *saved_keys)
+        keys, values = call.exchange.keys_again(call.layer, *saved_keys)
         of_query = torch.empty_like(query)
         wide = torch.promote_types(query.dtype, torch.float32)  # sums of many blocks, and of later pieces
         of_keys, of_values = (torch.zeros_like(tensor, dtype=wide) for tensor in (keys, values))
@@ -356,7 +356,7 @@ class _Again(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, *saved_keys = ctx.saved_tensors
         call = ctx.call
-        keys, values = call.exchange.again(call.layer, *saved_keys)  # no transfer under autograd
+        keys, values = call.exchange.keys_again(call.layer, *saved_keys)  # no transfer under autograd
         with torch.enable_grad():
             inputs = [tensor.detach().requires_grad_() for tensor in (query, keys, values)]
             result = call.inner(*inputs, call.mask)

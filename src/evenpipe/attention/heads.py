@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenpipe.attention.sight import HeadExchange
+from evenpipe.attention.row_context import HeadExchange
 from evenpipe.errors import InputError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenpipe.attention.sight import current
+from evenpipe.attention.row_context import current
 
 
 def depends_on_length(module: nn.Module) -> bool:
@@ -22,17 +22,17 @@ def depends_on_length(module: nn.Module) -> bool:
 
 
 def of_whole_rows(module: nn.Module) -> None:
-    """Make such a module use the length of whole rows inside `seeing`."""
+    """Make such a module use the length of whole rows inside `activated`."""
     module.register_forward_pre_hook(_with_last, with_kwargs=True)
     module.register_forward_hook(_without_last)
 
 
 def _with_last(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    sight = current()
-    if sight is None:
+    row_context = current()
+    if row_context is None:
         return None
     ids = args[1] if len(args) > 1 else kwargs["position_ids"]
-    longer = torch.cat([ids, sight.last_positions(len(ids), ids.device)], -1)
+    longer = torch.cat([ids, row_context.last_positions(len(ids), ids.device)], -1)
     if len(args) > 1:
         return (args[0], longer, *args[2:]), kwargs
     return args, {**kwargs, "position_ids": longer}

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from evenpipe.attention.blocks import Block
 from evenpipe.attention.carry import Carry
 from evenpipe.attention.flash import Index, Round, Rounds
-from evenpipe.attention.sight import Alone, Exchange, Keys, Mask, Predicate, Sight, seeing
+from evenpipe.attention.row_context import Alone, Exchange, Keys, Mask, Predicate, RowContext, activated
 from evenpipe.memory.pieces import Piece
 from evenpipe.parallel.context_ranks import ContextRanks, HeadRanks
 from evenpipe.parallel.running import Running
@@ -48,13 +48,13 @@ class _FirstOf:
 
 
 @dataclass(eq=False, kw_only=True)
-class _SightOfPiece(Sight):
-    """A sight whose positions have no values, since its tensors have no memory."""
+class _ContextOfPiece(RowContext):
+    """A row context whose positions have no values, since its tensors have no memory."""
 
     piece: Piece
 
-    def mask(self, predicate: Predicate, batch: int, *, apart: bool) -> Mask:
-        return _MaskOfPiece(self, predicate, batch, apart=apart)
+    def mask(self, predicate: Predicate, batch: int, *, separate: bool) -> Mask:
+        return _MaskOfPiece(self, predicate, batch, separate=separate)
 
 
 class _MaskOfPiece(Mask):
@@ -62,9 +62,9 @@ class _MaskOfPiece(Mask):
 
     def _real(self) -> Mask:
         """Return the mask of one row."""
-        assert isinstance(self.sight, _SightOfPiece)
-        sight = Sight(*self.sight.piece.places, self.sight.exchange, self.sight.length)
-        return Mask(sight, self._predicate, 1, apart=False)
+        assert isinstance(self.row_context, _ContextOfPiece)
+        row_context = RowContext(*self.row_context.piece.places, self.row_context.exchange, self.row_context.length)
+        return Mask(row_context, self._predicate, 1, separate=False)
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -109,7 +109,7 @@ class PieceBench:
         heads = HeadRanks(communicator, Running()) if piece.trades_heads else None
         with _disable_current_modes():
             queries, keys = piece.places
-        self._sight = _SightOfPiece(
+        self._row_context = _ContextOfPiece(
             queries=torch.empty(len(queries), dtype=torch.int64),
             keys=torch.empty(len(keys), dtype=torch.int64),
             exchange=self._exchange,
@@ -125,10 +125,10 @@ class PieceBench:
 
     def run(self, stage: nn.Module, hidden: Tensor) -> Tensor:
         """Run a forward of the stage."""
-        sight = self._sight
+        row_context = self._row_context
         if self._carry is not None:
-            sight = replace(sight, exchange=self._carry.slice(self.piece.index, self._exchange))
-        with seeing(sight):
+            row_context = replace(row_context, exchange=self._carry.slice(self.piece.index, self._exchange))
+        with activated(row_context):
             output: Tensor = stage(hidden, position_ids=self._positions)
         return output
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evenpipe.attention.sight import Keys
+from evenpipe.attention.row_context import Keys
 from evenpipe.communication.communicator import Handle
 from evenpipe.parallel.running import Ranks
 
 
 class ContextRanks(Ranks):
-    """An `Exchange` of `attention.sight` between processes, each with a piece of every sequence.
+    """An `Exchange` of `attention.row_context` between processes, each with a piece of every sequence.
 
     Only this rank's keys and values are kept from the forward to the backward, which gathers again and sums the
     gradients. This is correct for every mask and every order of tokens. Per layer and microbatch, a step moves three
@@ -30,7 +30,7 @@ class ContextRanks(Ranks):
         keys, values = (handle.wait(self.running.text).flatten(0, 1).permute(1, 2, 0, 3) for handle in started)
         return keys, values
 
-    def again(self, layer: int, *key_and_value: Tensor) -> Keys:
+    def keys_again(self, layer: int, *key_and_value: Tensor) -> Keys:
         """Gather the same keys and values again, in the backward."""
         key, value = key_and_value
         return self.keys(layer, key, value)
@@ -48,7 +48,7 @@ class ContextRanks(Ranks):
 
 
 class HeadRanks(Ranks):
-    """A `HeadExchange` of `attention.sight` between these processes."""
+    """A `HeadExchange` of `attention.row_context` between these processes."""
 
     @torch.no_grad()
     def exchange(self, tensor: Tensor, *, cut: int, join: int) -> Tensor:

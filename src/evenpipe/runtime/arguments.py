@@ -214,9 +214,9 @@ def fault_of_architecture(description: Description, order: Order, recipe: Recipe
             check_forward(description.plain or description)
         self_check(description, split_backwards if splits else None, say=logger.warning)
         if recipe.parallelism.cp > 1:
-            check_pieces(description, f"cp{suffix}", slices=False, apart=separate)
+            check_pieces(description, f"cp{suffix}", slices=False, separate=separate)
         if order.slices > 1:
-            check_pieces(description, f"slices{suffix}", slices=True, apart=separate)
+            check_pieces(description, f"slices{suffix}", slices=True, separate=separate)
     except InputError as error:
         return str(error)
     except Exception as error:  # anything that a family's own forward raises: the other processes wait for a message

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from evenpipe.attention.carry import Carries
-from evenpipe.attention.sight import Sight, seeing
+from evenpipe.attention.row_context import RowContext, activated
 from evenpipe.errors import InputError
 from evenpipe.model import Description
 from evenpipe.parallel.grid import Grid
@@ -64,7 +64,7 @@ class Microbatch:
     on_host: tuple[Tensor | None, Tensor | None] = None, None
     """Copies of position ids and mask on the host."""
 
-    sight: Sight | None = None
+    row_context: RowContext | None = None
     """What evenpipe's attention sees of the whole rows, of which this may be a piece, with position ids. None if these
     are whole rows and the model's own attention is used."""
     carries: Carries | None = None
@@ -79,16 +79,16 @@ class Microbatch:
         self, stage: int, module: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor], **options: Any
     ) -> tuple[Tensor, ...]:
         """Return the outputs of stage number `stage` for this microbatch."""
-        sight = self.sight
+        row_context = self.row_context
         if self.position_ids is not None:
             options["position_ids"] = self.position_ids
-        if sight is None:
+        if row_context is None:
             if self.attention_mask is not None:
                 options["attention_mask"] = self.attention_mask
             output = module(*inputs, **options)
         else:
-            carried = None if self.carries is None else self.carries.exchange(stage, self.slice, sight.exchange)
-            with seeing(sight if carried is None else replace(sight, exchange=carried)):
+            carried = None if self.carries is None else self.carries.exchange(stage, self.slice, row_context.exchange)
+            with activated(row_context if carried is None else replace(row_context, exchange=carried)):
                 output = module(*inputs, **options)
             if carried is not None:
                 carried.end_forward()

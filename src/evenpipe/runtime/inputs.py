@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from evenpipe.attention.sight import documents_of
+from evenpipe.attention.row_context import documents_of
 from evenpipe.errors import InputError
 from evenpipe.given import shown
 from evenpipe.model import Description

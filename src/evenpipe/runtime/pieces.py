@@ -20,7 +20,7 @@ from torch import Tensor
 from evenpipe.attention.carry import Carries
 from evenpipe.attention.check import PLAIN, attention_dropout, needs_our_attention
 from evenpipe.attention.places import places_of_ranks
-from evenpipe.attention.sight import Alone, Exchange, OnHost, Sight, documents_of
+from evenpipe.attention.row_context import Alone, Exchange, OnHost, RowContext, documents_of
 from evenpipe.errors import InputError
 from evenpipe.model import Description, RowWork, slice_ends
 from evenpipe.model.context_exchange import choose, heads_divide
@@ -99,7 +99,7 @@ class Cutter:
                 documents,
                 valid,
             )
-            sight = Sight(
+            row_context = RowContext(
                 queries=device_positions if heads is None else to_device(on_host.queries, torch_device),
                 keys=to_device(on_host.keys, torch_device),
                 exchange=exchange,
@@ -108,7 +108,7 @@ class Cutter:
                 documents=device_documents,
                 valid=device_valid,
                 heads=heads,
-                apart=self._separate,
+                separate=self._separate,
                 on_host=on_host,
             )
             yield Microbatch(
@@ -117,7 +117,7 @@ class Cutter:
                 weights=microbatch.weights.view(rows, length)[:, device_positions].flatten(),
                 position_ids=device_positions.expand(rows, -1) if positions is None else positions[:, device_positions],
                 attention_mask=None if mask is None else mask[:, device_positions],
-                sight=sight,
+                row_context=row_context,
                 carries=carries,
                 slice=index,
             )

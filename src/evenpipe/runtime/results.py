@@ -84,7 +84,7 @@ class Results:
             self._share(None if local is None else local[index], (microbatch.tokens,))
             for index, microbatch in enumerate(batch.microbatches)
         ]
-        if all(microbatch.sight is None for microbatch in batch.microbatches):
+        if all(microbatch.row_context is None for microbatch in batch.microbatches):
             return shared
         slices = self._layout.program.slices
         return [
@@ -96,16 +96,16 @@ class Results:
         """Return the values of whole rows, assembled from all slices and each context rank's piece of them."""
         log_probabilities: Tensor | None = None
         for microbatch, values in zip(slices, shared, strict=True):
-            sight, context = microbatch.sight, self._groups.context
-            assert sight is not None
+            row_context, context = microbatch.row_context, self._groups.context
+            assert row_context is not None
             local = values.wait().view(microbatch.token_ids.shape)
             if log_probabilities is None:
-                log_probabilities = local.new_empty((len(local), sight.length))
+                log_probabilities = local.new_empty((len(local), row_context.length))
             table = local.unsqueeze(0)
             if context is not None:
                 label = "log-probabilities of all pieces"
                 table = context.all_gather(local.contiguous(), label).wait("the caller")
-            positions = sight.keys[-table[:, 0].numel() :]  # of this slice
+            positions = row_context.keys[-table[:, 0].numel() :]  # of this slice
             log_probabilities[:, positions] = table.transpose(0, 1).flatten(1)
         assert log_probabilities is not None
         return log_probabilities.flatten()

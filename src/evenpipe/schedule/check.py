@@ -93,7 +93,7 @@ def _report(schedule: Order | Program, faults: list[Fault], limits: Limits | Non
 def _out_of_place(numbered: Numbered) -> Iterator[Fault]:
     schedule = numbered.schedule
     suspects: list[set[int]] = [set() for _ in schedule.rows]
-    standalone = [(entry.device, entry.position) for entry in numbered.apart.values()]
+    standalone = [(entry.device, entry.position) for entry in numbered.separate.values()]
     for device, position in (*numbered.misplaced, *numbered.repeated, *standalone):
         suspects[device].add(position)
     for device, row in enumerate(schedule.rows):
@@ -109,7 +109,7 @@ def _out_of_place(numbered: Numbered) -> Iterator[Fault]:
                     yield Fault(device, position, message, neighbours(schedule.rows, device, position))
         if not _has_all_passes(numbered, device):
             yield from _missing_passes(numbered, device)
-    if any(entry.item.kind in SHARDING_KINDS for entry in numbered.apart.values()):
+    if any(entry.item.kind in SHARDING_KINDS for entry in numbered.separate.values()):
         yield from check_sharding(schedule.placement, schedule.vocabulary, schedule.rows)
     if isinstance(schedule, Program):
         yield from _addresses(numbered, schedule)
@@ -392,7 +392,7 @@ def _numbers(numbered: Numbered, device: int) -> Iterator[tuple[int, dict[int, i
         if n >= 0:
             yield n, {n: 0}
         elif not numbered.is_transfer(n):
-            parts = numbered.apart[n].parts
+            parts = numbered.separate[n].parts
             index_of = {number: index for index, number in enumerate(parts)}
             yield from ((number, index_of) for number in parts)
 

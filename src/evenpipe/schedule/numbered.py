@@ -2,11 +2,11 @@
 
 The passes of a group (kind, stage and device) have consecutive numbers, by unit. The passes that a pass needs are the
 same number of steps away in every unit, so needs are tuples of steps, resolved once per group and slice. Transfers have
-negative numbers, by route and unit, so they are at the end of a list indexed by number. Between the two are the passes
-*apart*, which belong to no single unit: joint passes, and passes that gather, free and reduce parameters.
+negative numbers, by route and unit, so they are at the end of a list indexed by number. Between the two are the
+*separate* passes, which belong to no single unit: joint passes, and passes that gather, free and reduce parameters.
 
     0 ... passes - 1     passes, by group and unit
-    - size + passes      the last pass apart; the first is - transfers - 1
+    - size + passes      the last separate pass; the first is - transfers - 1
     - transfers ... -1   transfers, by route and unit
 
 A joint pass waits for everything that its parts need, takes their total time, and produces their results when it ends.
@@ -46,7 +46,7 @@ class Numbered:
         groups: the first number of each group.
         position: by number of a pass of a group, its position in the row of its device, or ABSENT.
         issued: per device and route number, the positions of its transfers by unit.
-        apart: passes apart, by number: -transfers - 1 is the first, -transfers - 2 the second, and so on.
+        separate: separate passes, by number: -transfers - 1 is the first, -transfers - 2 the second, and so on.
         misplaced, repeated: (device, position) of items that belong nowhere, or are already in the row.
         needs, uses, feeds: by `rule[number]`, steps to the passes and transfers that must be complete before it, to the
             transfers that must be issued before it, and to the transfers whose data it produces.
@@ -63,7 +63,7 @@ class Numbered:
         """The first number of each device, kind (B or I) and stage in the rows."""
         self.position: list[int] = []
         self.issued: list[dict[int, list[int]]] = [{} for _ in schedule.rows]
-        self.apart: dict[int, Apart] = {}
+        self.separate: dict[int, Apart] = {}
         self.misplaced: list[tuple[int, int]] = []
         self.repeated: list[tuple[int, int]] = []
         self.rows = [self._number_row(device, row) for device, row in enumerate(schedule.rows)]
@@ -84,7 +84,7 @@ class Numbered:
                 location = locations[key] = self._locate(device, item)
             if location is None:
                 if isinstance(item, Pass) and (item.parts or item.kind in SHARDING_KINDS):
-                    numbers.append(self._number_apart(device, position, item))
+                    numbers.append(self._number_separate(device, position, item))
                 else:
                     self.misplaced.append((device, position))
                 continue
@@ -124,7 +124,7 @@ class Numbered:
         index = self._index_of.get(item.microbatch)  # type: ignore[arg-type]
         return None if index is None or item.slice >= self.slices else index * self.slices + item.slice
 
-    def _number_apart(self, device: int, position: int, item: Pass) -> int:
+    def _number_separate(self, device: int, position: int, item: Pass) -> int:
         parts = []
         for component in item.parts:
             location, unit = self._locate(device, component), self._unit(component)
@@ -135,8 +135,8 @@ class Numbered:
             else:
                 self.position[n] = position
                 parts.append(n)
-        number = -self.transfers - 1 - len(self.apart)
-        self.apart[number] = Apart(device, position, item, tuple(parts))
+        number = -self.transfers - 1 - len(self.separate)
+        self.separate[number] = Apart(device, position, item, tuple(parts))
         return number
 
     # --- rules -----------------------------------------------------------------------------------------------------
@@ -166,9 +166,9 @@ class Numbered:
         self.passes = len(self.position)
         self._groups = list(self.groups)
         self.rule += [-1] * (self.passes - len(self.rule))  # groups that other passes need but that are in no row
-        apart_rules = []
-        for number, entry in self.apart.items():
-            apart_rules.append(len(self.needs))
+        separate_rules = []
+        for number, entry in self.separate.items():
+            separate_rules.append(len(self.needs))
             for table in (self.needs, self.uses, self.feeds):
                 steps = [
                     component + step - number
@@ -177,7 +177,7 @@ class Numbered:
                     if component + step not in entry.parts[:index]
                 ]
                 table.append(tuple(steps))
-        self.rule += apart_rules[::-1] + [-1] * self.transfers
+        self.rule += separate_rules[::-1] + [-1] * self.transfers
         self.size = len(self.rule)
 
     # --- lookups ---------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class Numbered:
         if n >= 0:
             return self.position[n]
         if n < -self.transfers:
-            return self.apart[n].position
+            return self.separate[n].position
         route, unit = divmod(n + self.transfers, self.units)
         positions = self.issued[device].get(route)
         return ABSENT if positions is None else positions[unit]
@@ -232,7 +232,7 @@ class Numbered:
     def item(self, n: int, device: int) -> Item:
         """A pass or transfer as `device` names it; B for a backward that is in no row."""
         if n < -self.transfers:
-            return self.apart[n].item
+            return self.separate[n].item
         if n < 0:
             return self.route(n).transfer(device, *self.about(n))
         group, unit = self._groups[n // self.units], n % self.units
@@ -252,7 +252,7 @@ class Numbered:
 
     def device(self, n: int) -> int:
         """The device of a pass."""
-        return self.apart[n].device if n < 0 else self._groups[n // self.units].device
+        return self.separate[n].device if n < 0 else self._groups[n // self.units].device
 
     def durations(self, costs: Costs) -> list[float]:
         """The duration of each number; 0 for the parts of joint passes.
@@ -272,7 +272,7 @@ class Numbered:
             for n in self.rows[device]:
                 if n >= 0 and isinstance(item := schedule.rows[device][self.position[n]], Pass):
                     takes[n] = times.of(item, device)
-        for number, entry in self.apart.items():
+        for number, entry in self.separate.items():
             takes[number] = times.of(entry.item, entry.device)
             for component in entry.parts:
                 takes[component] = 0.0

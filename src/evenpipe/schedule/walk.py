@@ -77,7 +77,7 @@ class Walked:
     def sequence(self) -> dict[int, int]:
         """By number, the index of a pass or transfer in `happened`; parts of a joint pass have its index."""
         index_of = {n: index for index, n in enumerate(self.happened)}
-        for n, entry in self.numbered.apart.items():
+        for n, entry in self.numbered.separate.items():
             if n in index_of:
                 index_of.update(dict.fromkeys(entry.parts, index_of[n]))
         return index_of
@@ -186,7 +186,7 @@ def walk(
             missing[n] = 0
             happened.append(n)
             if n < 0:
-                for component in numbered.apart[n].parts:
+                for component in numbered.separate[n].parts:
                     start[component], end[component], missing[component] = begin, clock, 0
             for step in feeds[rule_index]:
                 transfer = n + step
@@ -238,7 +238,7 @@ def _exchanging(numbered: Numbered) -> frozenset[int]:
     """Numbers of passes in which devices exchange data with their copies in other replicas."""
     kinds = [group.kind for group in numbered.groups]
     numbers = {n for row in numbered.rows for n in row if n >= 0 and kinds[n // numbered.units] in EXCHANGES}
-    joint = (n for n, entry in numbered.apart.items() if any(p.kind in EXCHANGES for p in parts_of(entry.item)))
+    joint = (n for n, entry in numbered.separate.items() if any(p.kind in EXCHANGES for p in parts_of(entry.item)))
     return frozenset(numbers.union(joint))
 
 

@@ -59,7 +59,7 @@ class Work:
                     self.takes[n] = copy_times[n % numbered.slices][group.kind][group.stage]
                     self.overlapped[n] = group.kind
         sharding_times = costs.sharding_times(placement)
-        for n, (device, _, item, _) in numbered.apart.items():
+        for n, (device, _, item, _) in numbered.separate.items():
             if item.kind in SHARDING_KINDS:
                 self.overlapped[n] = item.kind
                 times = sharding_times.get(item.kind)
@@ -91,7 +91,7 @@ class Work:
     def _wait_for_parameters(self, device: int, row: list[int]) -> None:
         """Make the first pass that uses gathered parameters wait for them."""
         numbered, program = self.numbered, self.program
-        if not any(n in numbered.apart for n in row):
+        if not any(n in numbered.separate for n in row):
             return
         users = ParameterUse.of_row(program.placement, program.vocabulary, program.rows[device])
         gathering: dict[Part, int] = {}

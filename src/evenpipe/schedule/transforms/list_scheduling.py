@@ -144,7 +144,7 @@ def _plan(numbered: Numbered, base: Order, device: int) -> tuple[list[int], list
 
 def _is_complete(numbered: Numbered) -> bool:
     """Whether every device has each of its passes once, and only F, B, I, W and vocabulary passes."""
-    if numbered.apart or numbered.misplaced or numbered.repeated:
+    if numbered.separate or numbered.misplaced or numbered.repeated:
         return False
     position, units, rules = numbered.position, numbered.units, numbered.rules
     placement = rules.placement

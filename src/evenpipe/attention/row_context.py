@@ -6,7 +6,7 @@ Our mask function (`function.mask`) returns a `Mask` instead of a tensor: it kee
 positions in the whole row, whatever the order of a process's tokens. An `Exchange` gives the attention the keys and
 values of other pieces.
 
-    stage.forward in `seeing(sight)` -> the family's own mask functions -> Mask -> every attention layer
+    stage.forward in `activated(row_context)` -> the family's own mask functions -> Mask -> every attention layer
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Exchange(Protocol):
     """Brings keys and values of other pieces to a layer, and takes their gradients back."""
 
     keeps_keys: bool
-    """Whether `again` needs the local keys and values: the attention then saves them."""
+    """Whether `keys_again` needs the local keys and values: the attention then saves them."""
 
     def keys(self, layer: int, key: Tensor, value: Tensor) -> Keys:
         """Return all keys and values that a layer's queries may attend to, given the local ones."""
         ...
 
-    def again(self, layer: int, *local: Tensor) -> Keys:
+    def keys_again(self, layer: int, *local: Tensor) -> Keys:
         """Return the same in the backward. local: keys and values, if `keeps_keys`."""
         ...
 
@@ -77,7 +77,7 @@ class Alone:
     def keys(self, layer: int, key: Tensor, value: Tensor) -> Keys:
         return key, value
 
-    def again(self, layer: int, *local: Tensor) -> Keys:
+    def keys_again(self, layer: int, *local: Tensor) -> Keys:
         key, value = local
         return key, value
 
@@ -86,7 +86,7 @@ class Alone:
 
 
 class OnHost(NamedTuple):
-    """Copies of the fields of a `Sight` on the host, to make blocks of queries without waiting for a GPU."""
+    """Copies of the fields of a `RowContext` on the host, to make blocks of queries without waiting for a GPU."""
 
     queries: Tensor
     keys: Tensor
@@ -95,7 +95,7 @@ class OnHost(NamedTuple):
 
 
 @dataclass(eq=False)
-class Sight:
+class RowContext:
     """What a pass knows about the whole rows of its microbatch."""
 
     queries: Tensor
@@ -113,7 +113,7 @@ class Sight:
     """[batch, row]: false for padding; None: no padding."""
     heads: HeadExchange | None = None
     """If given, heads are exchanged for tokens: `queries` and the attention's queries are those of all ranks."""
-    apart: bool = False
+    separate: bool = False
     """Whether documents do not see each other, even if the family does not detect documents."""
     looks_for_documents: bool = False
     """Whether the family has checked for packed rows since the last mask was made."""
@@ -122,9 +122,9 @@ class Sight:
     kernels_of: str | None = None
     """Device type whose kernels compute attention, for a stage traced on another device; None: that of the queries."""
 
-    def mask(self, predicate: Predicate, batch: int, *, apart: bool) -> Mask:
+    def mask(self, predicate: Predicate, batch: int, *, separate: bool) -> Mask:
         """Return the mask that is passed to a model's attention layers."""
-        return Mask(self, predicate, batch, apart=apart)
+        return Mask(self, predicate, batch, separate=separate)
 
     def last_positions(self, batch: int, torch_device: torch.device) -> Tensor:
         """Return [batch, 1]: the highest position id of each row."""
@@ -144,20 +144,20 @@ def documents_of(position_ids: Tensor) -> Tensor | None:
     return documents if bool(documents[:, -1].any()) else None
 
 
-_current: ContextVar[Sight | None] = ContextVar("what the pass under way may look at", default=None)
+_current: ContextVar[RowContext | None] = ContextVar("what the pass under way may look at", default=None)
 
 
-def current() -> Sight | None:
-    """Return the `Sight` of the current pass; None outside `seeing`."""
+def current() -> RowContext | None:
+    """Return the `RowContext` of the current pass; None outside `activated`."""
     return _current.get()
 
 
 @contextmanager
-def seeing(sight: Sight) -> Iterator[None]:
+def activated(row_context: RowContext) -> Iterator[None]:
     """Run a stage's forward inside for a piece of its rows."""
-    token = _current.set(sight)
+    token = _current.set(row_context)
     try:
-        with packed_as(sight._look):
+        with packed_as(row_context._look):
             yield
     finally:
         _current.reset(token)
@@ -178,9 +178,9 @@ class Mask:
     """The object that transformers passes to the attention as its mask. It is not a tensor, so a family that computes
     with masks fails immediately instead of computing something else."""
 
-    def __init__(self, sight: Sight, predicate: Predicate, batch: int, *, apart: bool) -> None:
-        """apart: documents of a row do not see each other, and the predicate is applied to position ids."""
-        self.sight, self._predicate, self._batch, self._apart = sight, predicate, batch, apart
+    def __init__(self, row_context: RowContext, predicate: Predicate, batch: int, *, separate: bool) -> None:
+        """separate: documents of a row do not see each other, and the predicate is applied to position ids."""
+        self.row_context, self._predicate, self._batch, self._separate = row_context, predicate, batch, separate
 
     def tensor(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         """Return booleans [batch or 1, heads or 1, queries, keys]: whether a query sees a key.
@@ -196,10 +196,10 @@ class Mask:
             ) from error
 
     def _seen(self, queries: slice, keys: slice) -> Tensor:
-        sight = self.sight
+        row_context = self.row_context
         query_indices, key_indices = (
             torch.arange(*span.indices(len(tokens)), device=tokens.device)
-            for tokens, span in ((sight.queries, queries), (sight.keys, keys))
+            for tokens, span in ((row_context.queries, queries), (row_context.keys, keys))
         )
         batch = torch.arange(self._batch, device=query_indices.device)[:, None, None, None]
         head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=query_indices.device)
@@ -229,19 +229,21 @@ class Mask:
     @cached_property
     def rounds(self) -> Rounds | None:
         """The calls of the GPU kernel for all queries; None: the kernel takes no masks and cannot compute this one."""
-        sight = self.sight
-        if not self.is_causal and (self.window is None or sight.valid is not None):
+        row_context = self.row_context
+        if not self.is_causal and (self.window is None or row_context.valid is not None):
             return None
-        rounds = rounds_of(*self._places, batch=self._batch, torch_device=sight.queries.device)
+        rounds = rounds_of(*self._places, batch=self._batch, torch_device=row_context.queries.device)
         return Rounds(rounds, self.window)
 
     @property
     def _places(self) -> OnHost:
         """The fields from which the blocks of a causal mask are made."""
-        sight = self.sight
-        fields = sight.on_host or OnHost(sight.queries, sight.keys, sight.documents, sight.valid)
+        row_context = self.row_context
+        fields = row_context.on_host or OnHost(
+            row_context.queries, row_context.keys, row_context.documents, row_context.valid
+        )
         # Position ids increase by 1 within documents, as positions do.
-        return fields if self._apart else fields._replace(documents=None)
+        return fields if self._separate else fields._replace(documents=None)
 
     @cached_property
     def block_mask(self) -> BlockMask:
@@ -249,7 +251,7 @@ class Mask:
 
         Raises InputError like `tensor`.
         """
-        queries, keys = len(self.sight.queries), len(self.sight.keys)
+        queries, keys = len(self.row_context.queries), len(self.row_context.keys)
         partial_blocks, full_blocks = [], []
         for start in range(0, queries, ROWS):
             seen = self.tensor(slice(start, min(start + ROWS, queries)))
@@ -267,23 +269,23 @@ class Mask:
 
     def _sees(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Return whether a query sees a key, both given by their indices in the call."""
-        sight = self.sight
-        query_position, key_position = sight.queries[query], sight.keys[key]
-        if self._apart:
-            assert sight.documents is not None
+        row_context = self.row_context
+        query_position, key_position = row_context.queries[query], row_context.keys[key]
+        if self._separate:
+            assert row_context.documents is not None
             ids = (query_position, key_position)
-            if sight.positions is not None:
-                ids = sight.positions[batch, query_position], sight.positions[batch, key_position]
+            if row_context.positions is not None:
+                ids = row_context.positions[batch, query_position], row_context.positions[batch, key_position]
             seen = self._predicate(batch, head, *ids)
-            seen = seen & (sight.documents[batch, query_position] == sight.documents[batch, key_position])
+            seen = seen & (row_context.documents[batch, query_position] == row_context.documents[batch, key_position])
         else:
             seen = self._predicate(batch, head, query_position, key_position)
-        return seen if sight.valid is None else seen & sight.valid[batch, key_position]
+        return seen if row_context.valid is None else seen & row_context.valid[batch, key_position]
 
     def _cut(self) -> Iterator[Block]:
         """Yield blocks determined by evaluating the predicate for every pair of query and key."""
-        for start in range(0, len(self.sight.queries), ROWS):
-            queries = slice(start, min(start + ROWS, len(self.sight.queries)))
+        for start in range(0, len(self.row_context.queries), ROWS):
+            queries = slice(start, min(start + ROWS, len(self.row_context.queries)))
             seen = self.tensor(queries)
             anyone = seen.flatten(0, 2).any(0).nonzero()
             keys = slice(int(anyone[0]), int(anyone[-1]) + 1) if len(anyone) else slice(0, 1)
