@@ -106,7 +106,7 @@ def figures_of(result: Estimate) -> dict[str, Any]:
         "devices": [
             {
                 "peak": one.peak_allocated,
-                "most": round(one.process.process.most),
+                "most": round(one.process.process.high),
                 "host": one.host,
                 "event": one.binding_event,
                 "terms": list(one.terms.values()),
@@ -158,7 +158,7 @@ def problem(model: str) -> Problem:
 
 def planned(model: str, _before: Any = None) -> dict[str, Any]:
     """The three best plans, and the best of every vocabulary mode."""
-    found = search_configurations(problem(model), wanted=3, each_vocabulary=True, workers=1)
+    found = search_configurations(problem(model), count=3, each_vocabulary=True, workers=1)
     values = Ranking(found, 3).to_dict()
     return {name: values[name] for name in ("gpus", "plans", "vocabulary", "arranging_gain", "rejected")}
 

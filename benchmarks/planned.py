@@ -220,7 +220,7 @@ def main() -> None:
     )
     plans = {}
     for name, space in CHOICES[given.plans].items():
-        found = search_configurations(problem, space, wanted=1, workers=1)
+        found = search_configurations(problem, space, count=1, workers=1)
         assert found.best is not None, f"{name}: nothing fits"
         plans[name] = found.best.configuration
     passes, steps = measure(settings, base, plans, processes)

@@ -26,7 +26,7 @@ from evenpipe.costs.cards import slowdowns
 from evenpipe.costs.collectives import Axes, Axis, Pieces
 from evenpipe.costs.experts import one_way_seconds
 from evenpipe.costs.hardware import KNOWN, Wire
-from evenpipe.costs.step import LOST_ACROSS_NODES, Beside, Cut, Parameters, costs_of_cut, step_end_seconds
+from evenpipe.costs.step import LOST_ACROSS_NODES, Cut, Overlap, Parameters, costs_of_cut, step_end_seconds
 from evenpipe.costs.work import CAST_BYTES, FUSIBLE, LayerWork, layers_of
 from evenpipe.errors import InputError
 from evenpipe.layers.checkpointing import Switch, checkpoint_layer
@@ -476,7 +476,7 @@ def test_exchange_of_replicas_beside_passes() -> None:
     node = setting(hardware=quick, axes=Axes.of(dp=8, tp=1, cp=1, pp=1))
 
     def seconds(zero: int, *beside: Any, given: Setting = node) -> float:
-        return step_end_seconds(parameters, given, zero=zero, beside=Beside(*beside))
+        return step_end_seconds(parameters, given, zero=zero, overlap=Overlap(*beside))
 
     gathered, summed = 8e9 * 7 / 8 * 2 / 1e11, 8e9 * 7 / 8 * 4 / 1e11
     assert seconds(3) == pytest.approx(gathered + summed)

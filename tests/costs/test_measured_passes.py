@@ -278,7 +278,7 @@ def test_only_the_same_model_is_corrected() -> None:
         given, plain = problem(measured(1, **passes), **changes), problem(**changes)
         assert layer_times(given, recipe(1)) == layer_times(plain, recipe(1)), (passes, changes)
     space = Space(pp=(8,), tp=(1,), cp=(1,), schedules=("1f1b",))
-    found = search_configurations(problem(measured(1, model="another")), space, wanted=1, workers=1)
+    found = search_configurations(problem(measured(1, model="another")), space, count=1, workers=1)
     assert "pass times from shapes alone" in Ranking(found, 1).text()
 
 

@@ -53,7 +53,7 @@ def test_every_event_has_the_fields_of_its_phase(timelines: Any) -> None:
 def test_slices_of_a_thread_do_not_overlap() -> None:
     """Perfetto drops slices that begin before the one before them has ended and do not lie within it."""
     moving = [Event(0, Pass.parse(f"0O{k}"), 1.0 * k, 1.0 * k + 2.5) for k in range(5)]
-    found = of_phase(events(Timeline(timeline("0F0 0 1").events, beside=(tuple(moving),))), "X")
+    found = of_phase(events(Timeline(timeline("0F0 0 1").events, concurrent=(tuple(moving),))), "X")
     rows: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for event in found:
         rows.setdefault((event["pid"], event["tid"]), []).append(event)

@@ -140,7 +140,7 @@ def test_terms_add_up(model, sample) -> None:
             assert sum(device.terms.values()) == device.memory.peak
             assert set(device.terms) == set(TERMS) and min(device.terms.values()) >= 0
             assert device.peak_allocated - device.memory.peak < 512
-            assert device.peak_allocated <= device.peak_reserved <= device.process.process.most
+            assert device.peak_allocated <= device.peak_reserved <= device.process.process.high
 
 
 def test_a_program_that_is_planned_is_taken_as_it_stands(model) -> None:
@@ -164,12 +164,12 @@ def test_a_given_program_gets_the_work_for_replicas(tiny) -> None:
 
 def test_verdicts_follow_the_range() -> None:
     process = process_memory(30 * GIB, CUDA, communicators=4)
-    assert process.process.least < process.process.likely < process.process.most
-    assert verdict_of(process, round(process.process.most) + 1) == "fits"
+    assert process.process.low < process.process.likely < process.process.high
+    assert verdict_of(process, round(process.process.high) + 1) == "fits"
     assert verdict_of(process, round(process.process.likely)) == "at risk"
-    assert verdict_of(process, round(process.process.least) - 1) == "does not fit"
+    assert verdict_of(process, round(process.process.low) - 1) == "does not fit"
     more = process_memory(30 * GIB, CUDA, communicators=5)
-    assert (more.process.least - process.process.least) / 2**20 == pytest.approx(544)
+    assert (more.process.low - process.process.low) / 2**20 == pytest.approx(544)
 
 
 def test_what_is_known_of_the_card_counts(tiny) -> None:
@@ -182,8 +182,8 @@ def test_what_is_known_of_the_card_counts(tiny) -> None:
         assert device.peak_allocated == device.peak_reserved == device.memory.peak
     measured = replace(KNOWN["H200"], context_bytes=500 << 20)
     plain, known = (estimated(tiny, sequence=32, hardware=card).devices[0] for card in (KNOWN["H200"], measured))
-    assert round(plain.process.process.least - known.process.process.least) == 100 << 20
-    assert round(plain.process.process.most - known.process.process.most) == 300 << 20
+    assert round(plain.process.process.low - known.process.process.low) == 100 << 20
+    assert round(plain.process.process.high - known.process.process.high) == 300 << 20
     assert plain.peak_reserved == known.peak_reserved
     unknown = estimated(tiny, sequence=32)
     assert unknown.verdict is None and unknown.fits is None and unknown.to_dict()["fits"] is None

@@ -54,7 +54,7 @@ def test_bytes_as_measured() -> None:
         right = (
             abs(device.peak_allocated / allocated - 1) < 0.003,
             device.peak_allocated < reserved < 1.095 * device.peak_allocated,
-            reserved < device.process.process.most,
+            reserved < device.process.process.high,
             abs(device.peak_reserved / reserved - 1) < 0.06,
         )
         if not all(right):

@@ -148,18 +148,18 @@ def test_passes_allocate_what_is_predicted(on, sample) -> None:
             spans = device.run()
         said = predicted(device, dtype, loss_options, machine)
         hidden, loss, lists = N * HIDDEN * dtype.itemsize, 8, 480 if machine == "gpu" else 64
-        kept = spans["output_peak"].kept + spans["stored"].kept + hidden // ranks
+        kept = spans["output_peak"].retained + spans["stored"].retained + hidden // ranks
         pairs = [
             ("kept", kept, said.stored + said.own_statistics, lists if machine == "gpu" else 0),
             ("output", spans["output_peak"].above, said.peaks.output, lists),
             ("combine", spans["combine_peak"].above, said.peaks.combine, loss),
-            ("combined", spans["combine_peak"].kept, said.combined, loss),
+            ("combined", spans["combine_peak"].retained, said.combined, loss),
             ("backward", spans["backward_peak"].above, said.peaks.backward, 0),
         ]
         if barriers == 1:
             pairs += [
                 ("gradient", spans["gradient_peak"].above, said.peaks.gradient, 0),
-                ("gradient kept", spans["gradient_peak"].kept, said.gradient - said.product, 0),
+                ("gradient kept", spans["gradient_peak"].retained, said.gradient - said.product, 0),
             ]
         if ranks > 1:
             pairs += [("own rows of dX", N * HIDDEN * 4 // ranks, said.gradient, 0)]
@@ -197,10 +197,10 @@ def test_cross_entropy_of_torch(loss: str, peak: int) -> None:
     shape = VocabularyShape(rows=rows, hidden_size=hidden_size, sequences=1, tokens=tokens, labelled=tokens)
     found = vocabulary_bytes("first-last", 0, Placement.linear(1), shape, loss=loss)
     logits, rest = tokens * rows, 20 * tokens * hidden_size + 2 * rows * hidden_size
-    assert forward.kept == pytest.approx(found.stored, abs=rest)
+    assert forward.retained == pytest.approx(found.stored, abs=rest)
     assert forward.above == pytest.approx(found.peaks.output, abs=rest)
     assert backward.above == pytest.approx(found.peaks.backward, abs=rest)
-    assert max(forward.above, forward.kept + backward.above) / logits == pytest.approx(peak, rel=0.05)
+    assert max(forward.above, forward.retained + backward.above) / logits == pytest.approx(peak, rel=0.05)
 
 
 @pytest.mark.parametrize(("loss", "expected"), [("in-place", 6), ("fused", 2), ("fp32", 12), ("bf16", 6)])

@@ -54,10 +54,10 @@ def dtypes_in_stages(config: transformers.PreTrainedConfig) -> dict[str, torch.d
         ends = {"is_first": first == 0, "is_last": last == description.layers}
         stage = build_stage(description, first, last, **ends, compute_dtype=torch.bfloat16)
         assert {parameter.dtype for parameter in stage.parameters()} == {torch.float32}
-        masters = dict(StageParameters(stage, torch.bfloat16, kept=stage.kept))
+        masters = dict(StageParameters(stage, torch.bfloat16, fp32_parameters=stage.fp32_parameters))
         dtypes |= dtypes_of(stage)
         assert {master.dtype for master in masters.values()} == {torch.float32}
-        assert all(stage.get_parameter(name) is masters[name] for name in stage.kept & masters.keys())
+        assert all(stage.get_parameter(name) is masters[name] for name in stage.fp32_parameters & masters.keys())
     return dtypes
 
 

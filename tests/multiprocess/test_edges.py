@@ -63,7 +63,7 @@ class Layer(nn.Module):
         return hidden, memory * 0.9, (choices + hidden.detach().argmax(-1)) % KINDS, size * 1.25
 
 
-BESIDE = (
+EDGE_TENSORS = (
     EdgeTensor("memory", ("sequences", "tokens", NARROW), torch.float64),
     EdgeTensor("choices", ("sequences", "tokens"), torch.int64),
     EdgeTensor("size", ("sequences",), torch.float32, has_gradient=False),
@@ -116,7 +116,7 @@ def faults_of(case: Case) -> list[str]:
     if options.pop("recompute", False):
         order = generate(options["schedule"], case.processes, MICROBATCHES)
         options["schedule"] = add_recompute(order)
-    pipeline = Pipeline.from_modules(*modules(case), beside=BESIDE, **options)
+    pipeline = Pipeline.from_modules(*modules(case), edge_tensors=EDGE_TENSORS, **options)
     ids, labels = reference.batches(VOCABULARY, 2 * MICROBATCHES, TOKENS, 1)[0]
     loss, evaluated = float(pipeline.step(ids, labels).loss), float(pipeline.evaluate(ids, labels).loss)
     gradients = pipeline.full_gradients()
@@ -223,7 +223,7 @@ def refused_by_processes() -> None:
     """Each process declares another width."""
     memory = EdgeTensor("memory", ("sequences", "tokens", NARROW + torch.distributed.get_rank()), torch.float64)
     with pytest.raises(InputError, match=r"stages 0 and 1 disagree .*, 5\] torch.*; or .*, 6\] torch"):
-        Pipeline.from_modules(*modules(Case(2)), beside=[memory, *BESIDE[1:]], microbatches=2)
+        Pipeline.from_modules(*modules(Case(2)), edge_tensors=[memory, *EDGE_TENSORS[1:]], microbatches=2)
 
 
 def test_ends_that_disagree_are_refused() -> None:
@@ -259,7 +259,7 @@ def test_layers_that_return_something_else_are_refused(what: Any, sentence: str)
     layers = [Returns(what), Returns(what)]
     options = {"microbatches": 1, "parameter_dtype": torch.float64}
     ids = torch.zeros(2, TOKENS, dtype=torch.int64)
-    pipeline = Pipeline.from_modules(embedding, layers, norm, head, beside=[sums], **options)
+    pipeline = Pipeline.from_modules(embedding, layers, norm, head, edge_tensors=[sums], **options)
     with contextlib.closing(pipeline), pytest.raises(InputError) as caught:
         pipeline.step(ids)
     assert f"Layer 0 returned {sentence}" in str(caught.value)
@@ -280,9 +280,9 @@ def test_forms_that_make_no_sense(shape: Any, dtype: Any, has_gradient: bool | N
 
 
 def test_the_description_keeps_what_is_declared() -> None:
-    description = describe_modules(*modules(Case(1)), BESIDE)
+    description = describe_modules(*modules(Case(1)), EDGE_TENSORS)
     carried = [str(description.edge(layer, torch.float64)) for layer in (0, 1, LAYERS - 1, LAYERS)]
     hidden = "hidden [sequences, tokens, 12] torch.float64"
     assert carried[0] == carried[3] == hidden
-    assert carried[1] == carried[2] == ", ".join((hidden, *map(str, BESIDE)))
+    assert carried[1] == carried[2] == ", ".join((hidden, *map(str, EDGE_TENSORS)))
     assert copy.copy(description.edge(1, torch.float64)) == description.edge(1, torch.float64)

@@ -120,7 +120,7 @@ def test_every_pass_and_transfer_is_there_in_the_order_of_its_row(traces: list[T
         timeline = trace.timeline()
         for number, device in enumerate(trace.devices):
             assert [event.item for event in timeline.events[number]] == [entry.item for entry in device.passes], case
-            assert {event.item for event in timeline.beside[number]} == {one.item for one in device.transfers}, case
+            assert {event.item for event in timeline.concurrent[number]} == {one.item for one in device.transfers}, case
             assert device.allocations == (Allocations(100, number, 0, 0) if case is CASES[-1] else None), case
         assert timeline.peak_in_flight == compare(trace).predicted.peak_in_flight, case
         assert costs_of([trace]).F is not None

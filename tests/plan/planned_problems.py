@@ -111,7 +111,7 @@ def check_against_all(given: Problem, space: Space) -> list[Evaluation]:
                 assert max(bound.seconds, order_bound(given, one, bound.recomputation)) <= above, one.name
                 assert not bound.shortfall and not layout_bound(given, layout).shortfall, one.name
     best = min((evaluation.seconds for evaluation in fitting), default=math.inf)
-    found = search_configurations(given, space, wanted=3, workers=1)
+    found = search_configurations(given, space, count=3, workers=1)
     assert found.best is not None and best <= found.best.seconds <= 1.02 * best
     return fitting
 

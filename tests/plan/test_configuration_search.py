@@ -188,18 +188,18 @@ def test_processes_and_the_cache_change_nothing(small: Problem, tmp_path: Path) 
     space = Space(tp=(1,), cp=(1,), zero=(1,), schedules=("1f1b",), vocabularies=("first-last", "vocab-2"))
     space = replace(space, offload=("scheduled", "least"))
     cache = EvaluationCache.of(small, tmp_path)
-    one = search_configurations(small, space, wanted=5, workers=1, cache=cache)
+    one = search_configurations(small, space, count=5, workers=1, cache=cache)
     cache.save()
-    two = search_configurations(small, space, wanted=5, workers=2)
+    two = search_configurations(small, space, count=5, workers=2)
     again = EvaluationCache.of(small, tmp_path)
-    kept = search_configurations(small, space, wanted=5, workers=1, cache=again)
+    kept = search_configurations(small, space, count=5, workers=1, cache=again)
     assert [plan.to_dict() for plan in one.plans] == [plan.to_dict() for plan in two.plans]
     assert [plan.to_dict() for plan in one.plans] == [plan.to_dict() for plan in kept.plans]
     assert again.hits == kept.evaluated + len(kept.plans[:5]) > 5
     assert any(plan.configuration.copy_seconds for plan in kept.plans), "copies to the host are kept, too"
     for changes in ({"memory_bytes": small.memory_bytes - 1}, {"skew": 2.0}):
         other = EvaluationCache.of(replace(small, **changes), tmp_path)
-        assert search_configurations(small, space, wanted=1, workers=1, cache=other).best and other.hits == 0
+        assert search_configurations(small, space, count=1, workers=1, cache=other).best and other.hits == 0
 
 
 # --- what is chosen ---------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_devices_compute_again_no_more_than_their_memory_asks_for() -> None:
 def test_more_memory_is_never_slower() -> None:
     times = []
     for memory in (24, 32, 48, 79):
-        found = search_configurations(problem(memory=memory), Space(cp=(1,), zero=(1,)), wanted=1, workers=1)
+        found = search_configurations(problem(memory=memory), Space(cp=(1,), zero=(1,)), count=1, workers=1)
         times.append(found.best.seconds if found.best else math.inf)
     assert times == sorted(times, reverse=True)
 
@@ -233,7 +233,7 @@ def test_more_memory_is_never_slower() -> None:
 @pytest.mark.slow
 def test_rejections_say_how_much_is_lacking_and_what_helps() -> None:
     given = problem("8B", gpus=8, memory=40, sequences_per_step=64)
-    found = search_configurations(given, Space(cp=(1,), zero=(1,)), wanted=5, workers=1)
+    found = search_configurations(given, Space(cp=(1,), zero=(1,)), count=5, workers=1)
     rejections = explained(found)
     assert found.best is not None and rejections
     for one in rejections:
@@ -250,7 +250,7 @@ def test_rejections_say_how_much_is_lacking_and_what_helps() -> None:
 
 def test_the_best_layouts_without_a_pipeline_stand_beside_the_plans() -> None:
     given = problem(memory=12)
-    found = search_configurations(given, Space(pp=(1, 2), schedules=("1f1b",)), wanted=2, workers=1)
+    found = search_configurations(given, Space(pp=(1, 2), schedules=("1f1b",)), count=2, workers=1)
     unpiped = without_pipeline(found, workers=1)
     assert [one.kind for one in unpiped] == ["whole replicas", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
     ranking = Ranking(found, 2, unpiped, Budget.of("2e3 GPU-days"))
@@ -280,7 +280,7 @@ def test_what_the_arrangement_by_times_is_worth_is_said_if_it_is_much() -> None:
     given = problem("8B", gpus=8, sequences_per_step=64, kernels="transformers", hardware="H100-80G")
     layout = {"pp": (8,), "microbatch_sizes": (1,), "checkpointing": ("none",)}
     much = Space(**layout, schedules=("v-half",), vocabularies=("vocab-1",))
-    found = search_configurations(given, much, wanted=1, workers=1)
+    found = search_configurations(given, much, count=1, workers=1)
     assert found.best is not None
     gain = arranging_gain(given, found.best)
     assert gain > 0.05
@@ -288,7 +288,7 @@ def test_what_the_arrangement_by_times_is_worth_is_said_if_it_is_much() -> None:
     assert f"by the times of its passes; by FLOPs the step would be {100 * gain:.1f} % longer" in text
     assert values["arranging_gain"] == gain
     little = Space(**layout, schedules=("1f1b",), vocabularies=("first-last",))
-    assert "FLOPs" not in Ranking(search_configurations(given, little, wanted=1, workers=1), 1).text()
+    assert "FLOPs" not in Ranking(search_configurations(given, little, count=1, workers=1), 1).text()
 
 
 # --- the gain of balance -------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def test_the_planner_shows_the_published_gain_of_vocabulary_parallelism(
     given = problem(model, gpus=gpus, sequence=sequence, sequences_per_step=128, kernels="megatron")
     vocabularies = ("redistribute", "vocab-2")
     space = Space(pp=(gpus,), microbatch_sizes=(1,), schedules=("1f1b",), vocabularies=vocabularies)
-    found = search_configurations(given, space, wanted=1, each_vocabulary=True, workers=1)
+    found = search_configurations(given, space, count=1, each_vocabulary=True, workers=1)
     fast, slow = gains(found)
     assert (fast.mode, slow.mode) == ("vocab-2", "redistribute")
     assert published < slow.factor < 1.25 * published
@@ -332,7 +332,7 @@ def test_the_planner_shows_the_published_gain_of_vocabulary_parallelism(
 
 
 def best(given: Problem, **space: Any) -> Evaluation:
-    found = search_configurations(given, Space(**space), wanted=1, workers=1)
+    found = search_configurations(given, Space(**space), count=1, workers=1)
     assert found.best is not None
     return found.best
 
@@ -351,7 +351,7 @@ def test_405b_on_512_gpus_is_planned_about_as_it_was_trained() -> None:
     assert found.seconds <= trained.seconds < 1.05 * found.seconds
     for plan in (found, trained):
         assert plan.bubble_rate < 0.1 and 0.3 < utilization(given, plan) < 0.45
-    without = search_configurations(given, Space(**usual, cp=(1,)), wanted=1, workers=1).best
+    without = search_configurations(given, Space(**usual, cp=(1,)), count=1, workers=1).best
     assert without is None or without.seconds > 1.3 * found.seconds
 
 

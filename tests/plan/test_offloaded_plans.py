@@ -129,7 +129,7 @@ def test_seventy_billion_parameters_on_sixteen_devices() -> None:
         checkpointing=("none",),
         offload=("none", "free"),
     )
-    plans = search_configurations(given, space, wanted=100, workers=1).plans
+    plans = search_configurations(given, space, count=100, workers=1).plans
     best = min(plans, key=most)
     one = best.configuration
     assert (one.schedule, one.offload) == ("v-half", "free")

@@ -77,7 +77,7 @@ def test_a_skew_takes_time_and_memory() -> None:
 def test_a_plan_is_written_for_a_run(tmp_path: Path) -> None:
     given = problem()
     space = Space(ep=(4,), tp=(1,), cp=(1,), pp=(2,), zero=(0,), microbatch_sizes=(1,), schedules=("1f1b",))
-    found = search_configurations(given, space, wanted=1, workers=1)
+    found = search_configurations(given, space, count=1, workers=1)
     assert found.best is not None
     base = {**model_tables(given.description, str(tmp_path)), "experts": {"columns": 1}}
     tables = planned_tables(given, found.best, base, "planned", "H100-80G")

@@ -15,7 +15,7 @@ from planned_problems import problem
 
 from evenpipe.memory.tracker import Tracker
 from evenpipe.plan import configuration_search
-from evenpipe.plan.configuration_search import Found, SearchInterrupted, search_configurations
+from evenpipe.plan.configuration_search import PlanSearchResult, SearchInterrupted, search_configurations
 from evenpipe.plan.evaluation import evaluate, timed
 from evenpipe.plan.evaluation_cache import EvaluationCache
 from evenpipe.plan.nearest import nearest
@@ -33,7 +33,7 @@ def small() -> Problem:
 
 
 @pytest.fixture(scope="module")
-def complete(small: Problem) -> Found:
+def complete(small: Problem) -> PlanSearchResult:
     return search(small)
 
 
@@ -42,19 +42,19 @@ def always_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configuration_search, "PROGRESS_INTERVAL", 0.0)
 
 
-def search(given: Problem, **options: Any) -> Found:
-    return search_configurations(given, SPACE, **({"wanted": WANTED, "workers": 1} | options))
+def search(given: Problem, **options: Any) -> PlanSearchResult:
+    return search_configurations(given, SPACE, **({"count": WANTED, "workers": 1} | options))
 
 
-def plans_of(found: Found) -> list[dict[str, Any]]:
+def plans_of(found: PlanSearchResult) -> list[dict[str, Any]]:
     return [plan.to_dict() for plan in found.plans]
 
 
-def ctrl_c_when(reached: Callable[[Found], object]) -> Callable[[Found], None]:
+def ctrl_c_when(reached: Callable[[PlanSearchResult], object]) -> Callable[[PlanSearchResult], None]:
     """Progress during which Ctrl-C is pressed, once."""
-    pressed: list[Found] = []
+    pressed: list[PlanSearchResult] = []
 
-    def progress(found: Found) -> None:
+    def progress(found: PlanSearchResult) -> None:
         if not pressed and reached(found):
             pressed.append(found)
             raise KeyboardInterrupt
@@ -72,7 +72,7 @@ def as_if_big(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.sampled(1)
 def test_the_rough_answer_comes_first_and_changes_nothing(
-    small: Problem, complete: Found, workers: int, monkeypatch: pytest.MonkeyPatch
+    small: Problem, complete: PlanSearchResult, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_if_big(monkeypatch)
     seen: list[tuple[int, float]] = []
@@ -90,7 +90,7 @@ def test_the_rough_answer_comes_first_and_changes_nothing(
 
 
 def test_a_cache_that_an_ended_search_has_filled_changes_nothing(
-    small: Problem, complete: Found, monkeypatch: pytest.MonkeyPatch
+    small: Problem, complete: PlanSearchResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_if_big(monkeypatch)
     cache = EvaluationCache()
@@ -103,7 +103,7 @@ def test_a_cache_that_an_ended_search_has_filled_changes_nothing(
 
 # --- Ctrl-C ------------------------------------------------------------------------------------------------------
 
-MOMENTS: dict[str, Callable[[Found], object]] = {
+MOMENTS: dict[str, Callable[[PlanSearchResult], object]] = {
     "at once": lambda found: True,
     "with a first plan": lambda found: found.best is not None,
     "between two evaluations": lambda found: found.evaluated == 6,
@@ -138,9 +138,9 @@ def test_ctrl_c_gives_what_was_found(small: Problem, big: bool, moment: str, mon
 
 def test_a_second_ctrl_c_leaves_the_best_plan_unchecked(small: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     as_if_big(monkeypatch)
-    checking: list[Found] = []
+    checking: list[PlanSearchResult] = []
 
-    def press(found: Found) -> None:
+    def press(found: PlanSearchResult) -> None:
         if found.ended:
             checking.append(found)
         if found.best is not None:
@@ -212,7 +212,9 @@ def test_a_search_that_ends_at_its_time_is_the_same_every_time(small: Problem, c
 
 
 @pytest.mark.slow
-def test_more_time_finds_no_worse_plan_and_less_is_left(small: Problem, complete: Found, clock: None) -> None:
+def test_more_time_finds_no_worse_plan_and_less_is_left(
+    small: Problem, complete: PlanSearchResult, clock: None
+) -> None:
     ended = [search(small, seconds=seconds) for seconds in (40.0, 120.0, 200.0, 1000.0)]
     best = [math.inf if found.best is None else found.best.seconds for found in ended]
     assert best == sorted(best, reverse=True) and best[-1] == complete.plans[0].seconds
@@ -241,7 +243,7 @@ def test_what_would_fit_is_not_denied_if_there_was_no_time_to_look(small: Proble
 def test_recomputation_that_was_excluded_is_what_would_help(small: Problem) -> None:
     """Then the answer does not say that full recomputation was tried."""
     tight, space = replace(small, memory_bytes=9 * 2**30, known={}), replace(SPACE, checkpointing=("none",))
-    nothing = search_configurations(tight, space, wanted=1, workers=1)
+    nothing = search_configurations(tight, space, count=1, workers=1)
     assert nothing.best is None
     near = nearest(nothing, workers=1)
     assert near.remedies[0].change == "--checkpointing least" and near.remedies[0].plan.fits

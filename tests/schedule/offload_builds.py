@@ -137,7 +137,7 @@ def on_host(simulation: Simulation, costs: Costs) -> list[float]:
     sizes = costs.memory_deltas(simulation.program.placement)
     assert sizes is not None
     most = []
-    for row in simulation.timeline.beside:
+    for row in simulation.timeline.concurrent:
         changes = []
         for event in row:
             if event.item.kind in (Kind.O, Kind.L):

@@ -140,7 +140,7 @@ def test_passes_say_what_they_waited_for() -> None:
 
 def test_transfers_run_from_the_last_issue_to_where_they_were_found_complete() -> None:
     trace = two_devices()
-    found = [[(str(e.item), e.start, e.end, str(e.cause.item)) for e in row] for row in trace.timeline().beside]
+    found = [[(str(e.item), e.start, e.end, str(e.cause.item)) for e in row] for row in trace.timeline().concurrent]
     assert found == [
         [("0SEND_F0", 2.0, 3.0, "0F0"), ("0RECV_B0", 8.5, 9.5, "1B0")],  # the sender itself asked at 10
         [("1RECV_F0", 2.0, 3.0, "0F0"), ("1SEND_B0", 8.5, 9.5, "1B0")],

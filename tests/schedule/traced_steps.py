@@ -61,7 +61,7 @@ def measured(program: Program, costs: Costs) -> Trace:
     timeline, rules = simulation.timeline, Rules.of(program)
     ends: dict[tuple[int, int], float] = {}
     copies: list[dict[Pass, CopyTime]] = [{} for _ in program.rows]
-    for device, row in enumerate(timeline.beside):
+    for device, row in enumerate(timeline.concurrent):
         for event in row:
             if isinstance(event.item, Pass):
                 copies[device][event.item] = CopyTime(event.item, event.start, event.end)

@@ -52,7 +52,7 @@ def simulated(text: str, costs: Costly, **given: Any) -> Simulation:
 
 def events_of(timeline: Timeline, device: int | None = None) -> dict[str, Event]:
     devices = range(timeline.devices) if device is None else [device]
-    return {str(e.item): e for here in devices for e in (*timeline.events[here], *timeline.beside[here])}
+    return {str(e.item): e for here in devices for e in (*timeline.events[here], *timeline.concurrent[here])}
 
 
 def times(timeline: Timeline, device: int | None = None) -> dict[str, tuple[float, float]]:

@@ -123,7 +123,7 @@ def test_a_program_keeps_its_places_when_the_costs_are_others() -> None:
     program = add_communication(order, Costs(F=1, B=1))
     costs = Costs(F=[1, 5], B=1, p2p=2)
     simulation = simulate(program, costs)
-    hops = {str(event.item): (event.start, event.end) for event in simulation.timeline.beside[1]}
+    hops = {str(event.item): (event.start, event.end) for event in simulation.timeline.concurrent[1]}
     assert (hops["1RECV_F1"], hops["1RECV_F2"]) == ((2, 4), (15, 17))
     assert simulation.makespan == time_order(order, costs).makespan + 2
     assert simulate(order, costs).makespan == time_order(order, costs).makespan  # planned with these costs

@@ -96,7 +96,7 @@ def test_slack_by_hand(name: str) -> None:
     simulation = simulate(schedule, Costs(**costs))  # type: ignore[arg-type]
     timeline = simulation.timeline_with_slack
     result = {}
-    for row in (*timeline.events, *timeline.beside):
+    for row in (*timeline.events, *timeline.concurrent):
         for event in row:
             assert event.slack is not None
             result[str(event.item)] = (event.slack.time, str(event.slack.item or "-"))

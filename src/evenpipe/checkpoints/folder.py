@@ -85,7 +85,7 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCheckpoint:
     """The newest sound checkpoint, if there is one, and the newer damaged ones."""
 
     checkpoint: Checkpoint | None
@@ -166,7 +166,7 @@ def newest_checkpoint(
 
 def find_latest(
     folder: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None, *, local_only: bool = False
-) -> Found:
+) -> FoundCheckpoint:
     """Return the newest sound checkpoint in a folder and the newer damaged ones. Collective: all get the same result.
 
     Every file of a candidate is read and hashed (the processes share the work) before it is opened. A folder that does
@@ -176,22 +176,24 @@ def find_latest(
     return _first_sound(team, lambda: [path for _, path in _candidates(folder)], folder)
 
 
-def find_step(folder: str | os.PathLike[str], step: int, process_group: dist.ProcessGroup | None = None) -> Found:
+def find_step(
+    folder: str | os.PathLike[str], step: int, process_group: dist.ProcessGroup | None = None
+) -> FoundCheckpoint:
     """Return the sound checkpoint of a step, like `find_latest`."""
     folder, team = Path(folder), Team(process_group)
     return _first_sound(team, lambda: [path for number, path in _candidates(folder) if number == step], folder)
 
 
-def _first_sound(team: Team, candidates: Callable[[], list[Path]], folder: Path) -> Found:
+def _first_sound(team: Team, candidates: Callable[[], list[Path]], folder: Path) -> FoundCheckpoint:
     """Return the first sound checkpoint among the candidates in a folder, as listed by the first process."""
     rejected: list[Rejected] = []
     for name in team.first(lambda: [path.name for path in candidates()]):
         path = folder / name
         try:
-            return Found(_verify(path, team, named_step=_step_of(path)), tuple(rejected))
+            return FoundCheckpoint(_verify(path, team, named_step=_step_of(path)), tuple(rejected))
         except DamagedError as error:
             rejected.append(Rejected(path, str(error)))
-    return Found(None, tuple(rejected))
+    return FoundCheckpoint(None, tuple(rejected))
 
 
 def list_checkpoints(folder: Path) -> list[ListedCheckpoint]:

@@ -25,7 +25,7 @@ from evenpipe.errors import InputError, RunError
 from evenpipe.words import refused
 
 if TYPE_CHECKING:
-    from evenpipe.plan.configuration_search import Found
+    from evenpipe.plan.configuration_search import PlanSearchResult
     from evenpipe.plan.problem import Problem
     from evenpipe.plan.space import Space
     from evenpipe.plan.without_pipeline import WithoutPipeline
@@ -245,14 +245,14 @@ def run(
     unpiped: tuple[WithoutPipeline, ...] = ()
     with progress_line() as show:
 
-        def progress(state: Found) -> None:
+        def progress(state: PlanSearchResult) -> None:
             show(progress_text(state))
 
         try:
             result = search_configurations(
                 problem,
                 space,
-                wanted=best,
+                count=best,
                 each_vocabulary=explain,
                 workers=workers,
                 cache=cache,
@@ -326,7 +326,7 @@ def _share(text: str) -> float | None:
         raise refused("--host-share", text, "numbers from 0 to 1, or least") from None
 
 
-def _write(result: Found, run: PlannedRun, path: Path, hardware: str, *, quiet: bool) -> None:
+def _write(result: PlanSearchResult, run: PlannedRun, path: Path, hardware: str, *, quiet: bool) -> None:
     """Write the best plan that can run; report whether better plans are estimates only, and fields to replace."""
     from evenpipe.plan.runnable import refusal
     from evenpipe.train.config_file import sections

@@ -100,7 +100,7 @@ def scaled(timeline: Timeline, factor: float) -> Timeline:
     return Timeline(
         tuple(row(events) for events in timeline.events),
         timeline.stage_bytes,
-        tuple(row(events) for events in timeline.beside),
+        tuple(row(events) for events in timeline.concurrent),
         None if memory is None else tuple(tuple((time * factor, size) for time, size in curve) for curve in memory),
         exchange={kind: tuple(time * factor for time in times) for kind, times in timeline.exchange.items()},
         token_factors=timeline.token_factors,

@@ -331,7 +331,7 @@ def _between_pieces(attention: Attention, setting: Setting) -> LayerTime:
 
     sliced = pieces.span is not None
     way = "heads" if pieces.exchange == "heads" else "keys"
-    tensors = moved(attention, way, ranks=axis.size, tensor_ranks=setting.tensor, kept=sliced)
+    tensors = moved(attention, way, ranks=axis.size, tensor_ranks=setting.tensor, keys_held=sliced)
     forward, backward = (sum(map(seconds, each)) for each in tensors)
     factor = setting.correction.between_pieces
     corrected_forward = factor("F") * forward

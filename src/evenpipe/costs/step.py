@@ -230,7 +230,7 @@ docs/performance.md), for which the error is 2 % with it and 10 % without. Two r
 fitted, are off by 4 and 3 % instead of 8 and 11 %."""
 
 
-class Beside(NamedTuple):
+class Overlap(NamedTuple):
     """What overlaps with gathering parameters and summing gradients over replicas, which are done part by part."""
 
     parts: int = 1
@@ -244,7 +244,7 @@ class Beside(NamedTuple):
     """Whether ZeRO-3 gathers parameters again for the backward."""
 
 
-_ALONE = Beside()
+_ALONE = Overlap()
 
 
 def step_end_seconds(
@@ -252,7 +252,7 @@ def step_end_seconds(
     setting: Setting,
     *,
     zero: int,
-    beside: Beside = _ALONE,
+    overlap: Overlap = _ALONE,
 ) -> float:
     """Return the time outside passes on a device with these parameters: the part of the gradient reduction that no pass
     overlaps, the optimizer's step and, with sharding, the all-gather of parameters (ZeRO-1: at the end of the step;
@@ -260,18 +260,18 @@ def step_end_seconds(
     hardware, copies, seconds, optimized = setting.hardware, setting.axes.copies, 0.0, 0.0
     for count, replicas in zip(parameters, (setting.axes.replicas, setting.axes.experts.replicas), strict=True):
         if count:
-            size, across = count / beside.parts, not replicas.inside_node(hardware)
+            size, across = count / overlap.parts, not replicas.inside_node(hardware)
             summed = replicas.gather_seconds(hardware, size * setting.gradient_element)
             # The sums of the replicas that share the parameters are all-reduced with those of the other copies.
             shared = 2 * copies.gather_seconds(hardware, size * setting.gradient_element / replicas.size)
             gathered = replicas.gather_seconds(hardware, size * (setting.element if zero else setting.gradient_element))
-            regathered = gathered if zero == 0 or (zero == 3 and beside.every_pass) else 0.0
+            regathered = gathered if zero == 0 or (zero == 3 and overlap.every_pass) else 0.0
             exchanged = summed + regathered + shared
             lost = LOST_ACROSS_NODES * (1.0 if across else shared / exchanged if exchanged else 0.0)
-            seconds += beside.times * _exposed(exchanged, beside.backward, beside.parts, lost)
+            seconds += overlap.times * _exposed(exchanged, overlap.backward, overlap.parts, lost)
             if zero:
                 lost = LOST_ACROSS_NODES * across
-                seconds += beside.times * _exposed(gathered, beside.forward, beside.parts, lost)
+                seconds += overlap.times * _exposed(gathered, overlap.forward, overlap.parts, lost)
             optimized += count / (replicas.size if zero else 1)
     return seconds + hardware.streaming_seconds(optimized * OPTIMIZER_BYTES, 10)
 

@@ -39,7 +39,7 @@ from .measured_passes import (
 from .step import Cut, costs_of_cut, costs_of_slices
 from .work import LayerWork, layers_of
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 Span = tuple[int, int]
 """First token (inclusive) and last (exclusive) of a slice."""
@@ -68,11 +68,11 @@ class TimedModel:
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """Cache of `once`."""
 
-    def once(self, key: Any, make: Callable[[], Found]) -> Found:
+    def once(self, key: Any, make: Callable[[], Value]) -> Value:
         """Return the result of `make`, which is called only the first time for each key."""
         if key not in self.known:
             self.known[key] = make()
-        result: Found = self.known[key]
+        result: Value = self.known[key]
         return result
 
     @property

@@ -105,7 +105,9 @@ def _rows(panel: Panel) -> tuple[list[tuple[int, int, int]], list[Event]]:
         events += panel.rows[device]
     for shows in (TRANSFERS, BESIDE):
         for device in range(panel.devices):
-            row = [event for event in panel.beside[device] if isinstance(event.item, Transfer) == (shows == TRANSFERS)]
+            row = [
+                event for event in panel.concurrent[device] if isinstance(event.item, Transfer) == (shows == TRANSFERS)
+            ]
             chosen = lanes(row)
             for lane in range(max(chosen, default=-1) + 1):
                 rows.append((device, shows, len(events)))

@@ -47,9 +47,9 @@ class Panel:
         return tuple(_by_start(row) for row in self.timeline.events)
 
     @cached_property
-    def beside(self) -> tuple[tuple[Event, ...], ...]:
+    def concurrent(self) -> tuple[tuple[Event, ...], ...]:
         """The events that overlap with compute, per device, by start."""
-        rows = tuple(_by_start(row) for row in self.timeline.beside)
+        rows = tuple(_by_start(row) for row in self.timeline.concurrent)
         return rows + ((),) * (self.devices - len(rows))
 
     @cached_property
@@ -57,7 +57,7 @@ class Panel:
         """Copies, and collectives over replicas, per device, by start, without those of length 0."""
         return tuple(
             tuple(event for event in row if isinstance(event.item, Pass) and event.end > event.start)
-            for row in self.beside
+            for row in self.concurrent
         )
 
     def waits(self, device: int) -> list[Wait]:
@@ -161,7 +161,7 @@ class Panel:
         return list(held_over_time(changes))
 
     def _all(self) -> Iterable[Event]:
-        for rows in (self.rows, self.beside):
+        for rows in (self.rows, self.concurrent):
             for row in rows:
                 yield from row
 

@@ -58,7 +58,7 @@ class _Writer:
         self.panel, self.first, self.numbers, self.unit = panel, first, numbers, unit
         self.threads = {(device, _COMPUTE): "compute" for device in range(panel.devices)}
         self.threads |= {(device, _WAITS): "waits" for device in range(panel.devices) if panel.waits(device)}
-        self.beside = list(self._beside())
+        self.concurrent = list(self._concurrent())
 
     def names(self) -> Iterator[dict[str, Any]]:
         """Metadata: names of processes and threads, and their order."""
@@ -75,7 +75,7 @@ class _Writer:
         for row in self.panel.rows:
             for event in row:
                 yield self._slice(event, _COMPUTE, "compute")
-        for event, thread, category in self.beside:
+        for event, thread, category in self.concurrent:
             yield self._slice(event, thread, category)
         for device in range(self.panel.devices):
             for wait in self.panel.waits(device):
@@ -93,11 +93,11 @@ class _Writer:
         for source, target in _hops(self.panel):
             yield from self._arrow(next(self.numbers), source, target)
 
-    def _beside(self) -> Iterator[tuple[Event, int, str]]:
+    def _concurrent(self) -> Iterator[tuple[Event, int, str]]:
         """The events that overlap with compute, with their threads. Names the threads."""
         for device in range(self.panel.devices):
             for category, base in _THREADS.items():
-                row = [event for event in self.panel.beside[device] if _category(event.item) == category]
+                row = [event for event in self.panel.concurrent[device] if _category(event.item) == category]
                 for event, lane in zip(row, lanes(row), strict=True):
                     self.threads[device, base + lane] = f"{category} {lane + 1}" if lane else category
                     yield event, base + lane, category

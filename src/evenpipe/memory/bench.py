@@ -69,13 +69,16 @@ class Trace:
         if traces:
             end, last_end = (trace.profiles["forward"].end for trace in (self, traces[-1]))
             # The last layer's input, as large as its output, is freed right after the layer unless the layer keeps it.
-            freed = self.output if end.kept - last_end.kept >= self.output else 0
-            profiles["forward"] = replace(profiles["forward"], end=Stretch(last_end.above, end.kept - freed))
+            freed = self.output if end.retained - last_end.retained >= self.output else 0
+            profiles["forward"] = replace(profiles["forward"], end=Stretch(last_end.above, end.retained - freed))
         total = {
             name: profile.over([trace.profiles[name].layers[index] for trace, index in sources])
             for name, profile in profiles.items()
         }
-        extra = {name: total[name].kept - profile.over(profile.layers).kept for name, profile in self.profiles.items()}
+        extra = {
+            name: total[name].retained - profile.over(profile.layers).retained
+            for name, profile in self.profiles.items()
+        }
 
         def total_of(name: str) -> int:
             return getattr(self, name)[-1] + sum(getattr(trace, name)[index] for trace, index in sources)
@@ -222,7 +225,7 @@ class Bench:
         self._dtype = dtype
         self._anchor = torch.empty(0, dtype=dtype, requires_grad=True)
         self._tracker = tracker
-        self._parameters = dict(StageParameters(stage, dtype, kept=stage.kept))
+        self._parameters = dict(StageParameters(stage, dtype, fp32_parameters=stage.fp32_parameters))
         self._queue, self._switch = _Queue(self._at_parameter), Switch()
         self._running = Running()
         self._positions, self._holds_input = positions, holds_input

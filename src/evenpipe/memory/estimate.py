@@ -79,7 +79,7 @@ class DeviceEstimate:
             **self.terms,
             "peak_allocated": self.peak_allocated,
             "peak_reserved": self.peak_reserved,
-            "process": {"least": round(process.least), "likely": round(process.likely), "most": round(process.most)},
+            "process": {"least": round(process.low), "likely": round(process.likely), "most": round(process.high)},
             "communicators": self.process.communicators,
             "host": self.host,
             "gathered_keys": self.gathered,
@@ -120,7 +120,7 @@ class Estimate:
     @property
     def fullest(self) -> DeviceEstimate:
         """The device with the highest peak."""
-        return max(self.devices, key=lambda device: device.process.process.most)
+        return max(self.devices, key=lambda device: device.process.process.high)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""

@@ -83,12 +83,12 @@ def _unit(largest: int) -> tuple[str, int]:
 def _card(estimate: Estimate) -> list[str]:
     device = estimate.fullest
     process = device.process.process
-    if process.most == device.peak_allocated:
+    if process.high == device.peak_allocated:
         requirement = f"device {device.device} needs {_size(device.peak_allocated)} for tensors"
     else:
         libraries = count(device.process.communicators, "communicator")
         requirement = (
-            f"device {device.device} needs {_size(process.least)} to {_size(process.most)}:"
+            f"device {device.device} needs {_size(process.low)} to {_size(process.high)}:"
             f" {_size(device.peak_allocated)} for tensors, plus the driver, {libraries} and unused parts"
             " of the allocator's segments"
         )

@@ -131,12 +131,12 @@ class _Bench:
         return VocabularyBytes(
             hidden=hidden_bytes if layer.passes in ("S C T", "S T") else 0,
             stored=stored,
-            product=gradient - gradient_span.kept if layer.passes == "S C T" else 0,
+            product=gradient - gradient_span.retained if layer.passes == "S C T" else 0,
             handed_on=handed_on,
             room=free - handed_on,
             own_statistics=statistics_bytes,
             statistics=statistics_bytes * layer.shards if layer.passes in ("S C T", "S T") else 0,
-            combined=combine_span.kept,
+            combined=combine_span.retained,
             gradient=gradient,
             peaks=OutputPeaks(
                 output=output_span.above,

@@ -32,15 +32,15 @@ Verdict = Literal["fits", "at risk", "does not fit"]
 class Range:
     """A range of bytes, or of a share."""
 
-    least: float
+    low: float
     likely: float
-    most: float
+    high: float
 
     def times(self, factor: float) -> Range:
-        return Range(self.least * factor, self.likely * factor, self.most * factor)
+        return Range(self.low * factor, self.likely * factor, self.high * factor)
 
     def __add__(self, other: Range) -> Range:
-        return Range(self.least + other.least, self.likely + other.likely, self.most + other.most)
+        return Range(self.low + other.low, self.likely + other.likely, self.high + other.high)
 
 
 NOTHING = Range(0.0, 0.0, 0.0)
@@ -145,9 +145,9 @@ def verdict_of(process: ProcessMemory, memory: int) -> Verdict:
     "fits": even if everything besides tensors is as large as the largest value seen. "does not fit": not even if it is
     as small as the smallest. "at risk": in between.
     """
-    if process.process.most <= memory:
+    if process.process.high <= memory:
         return "fits"
-    return "does not fit" if process.process.least > memory else "at risk"
+    return "does not fit" if process.process.low > memory else "at risk"
 
 
 def communicators_of(parallelism: Parallelism, framework: Framework, transfers: int, *, vocabulary: bool) -> int:

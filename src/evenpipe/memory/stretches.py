@@ -18,7 +18,7 @@ class Stretch:
 
     above: int = 0
     """Its peak."""
-    kept: int = 0
+    retained: int = 0
     """Bytes that are live at its end; negative if it frees more than it allocates."""
 
 
@@ -28,20 +28,20 @@ class LineStretch:
 
     above: tuple[int, ...] = ()
     """Lines of which the highest is its peak."""
-    kept: int = 0
+    retained: int = 0
 
     def at(self, sequences: int) -> Stretch:
         """The stretch for a number of sequences."""
-        return Stretch(highest(self.above, sequences), at(self.kept, sequences))
+        return Stretch(highest(self.above, sequences), at(self.retained, sequences))
 
 
 def joined(stretches: Iterable[Stretch]) -> Stretch:
     """Return consecutive stretches as one."""
-    above = kept = 0
+    above = retained = 0
     for stretch in stretches:
-        above = max(above, kept + stretch.above)
-        kept += stretch.kept
-    return Stretch(above, kept)
+        above = max(above, retained + stretch.above)
+        retained += stretch.retained
+    return Stretch(above, retained)
 
 
 @dataclass(frozen=True, slots=True)

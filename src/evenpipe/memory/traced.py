@@ -161,16 +161,16 @@ class StageTracer:
         run = ((self._kinds[layer], checkpointing, True),)
         trace, _ = self._trace(layer, run, (False, False, False), sequences, from_start=False)
 
-        def kept(name: str) -> int:
+        def retained(name: str) -> int:
             grown = trace.grown.get(name)
-            return trace.profiles[name].layers[0].kept - (grown[0] if grown else 0)
+            return trace.profiles[name].layers[0].retained - (grown[0] if grown else 0)
 
         # Its output stays if the next layer, which is of the same kind, saves its input.
-        waiting, peaks = kept("forward") - (0 if trace.saves_input else trace.output), trace.over((0,)).peaks
+        waiting, peaks = retained("forward") - (0 if trace.saves_input else trace.output), trace.over((0,)).peaks
         splits = "input" in trace.profiles
         return LayerBytes(
             waiting=waiting,
-            queued=max(0, min(trace.queued, kept("forward") + kept("input"))) if splits else 0,
+            queued=max(0, min(trace.queued, retained("forward") + retained("input"))) if splits else 0,
             passing=max(trace.profiles["forward"].layers[0].above - waiting, peaks.backward, peaks.input, peaks.weight),
             turning=peaks.input if splits else peaks.backward,
             carried=trace.carried[0].keys if trace.carried else 0,

@@ -51,7 +51,7 @@ class Span:
         return self.peak - self.before
 
     @property
-    def kept(self) -> int:
+    def retained(self) -> int:
         """Bytes live at the end but not at the start, minus those live only at the start."""
         return self.after - self.before
 

@@ -21,29 +21,29 @@ class Moved(NamedTuple):
     backward: tuple[float, ...]
 
 
-def moved(attention: Attention, exchange: str, *, ranks: int, tensor_ranks: int, kept: bool = False) -> Moved:
+def moved(attention: Attention, exchange: str, *, ranks: int, tensor_ranks: int, keys_held: bool = False) -> Moved:
     """Return the tensors that a layer moves.
 
     Args:
         exchange: "keys" or "heads".
         ranks: number of processes that share a sequence.
         tensor_ranks: number of processes among which the heads are already split.
-        kept: the keys of the forward are still held in the backward, since later slices attend to them.
+        keys_held: the keys of the forward are still held in the backward, since later slices attend to them.
     """
     query, value = attention.query_size, attention.value_size
     of_keys = attention.key_value_size / (query + value) / tensor_ranks
     if exchange == "keys":
         gathered = of_keys * query, of_keys * value
-        return Moved(gathered, gathered if kept else 2 * gathered)
+        return Moved(gathered, gathered if keys_held else 2 * gathered)
     of_queries, of_keys = attention.heads / tensor_ranks, max(of_keys, ranks)
     each = of_queries * query, of_keys * query, of_keys * value, of_queries * value
     return Moved(each, each)
 
 
-def received(attention: Attention, exchange: str, *, ranks: int, tensor_ranks: int, kept: bool = False) -> float:
+def received(attention: Attention, exchange: str, *, ranks: int, tensor_ranks: int, keys_held: bool = False) -> float:
     """Return the elements that a process receives for each of its tokens, forward and backward; arguments as for
     `moved`."""
-    elements = moved(attention, exchange, ranks=ranks, tensor_ranks=tensor_ranks, kept=kept)
+    elements = moved(attention, exchange, ranks=ranks, tensor_ranks=tensor_ranks, keys_held=keys_held)
     of_each = ranks - 1 if exchange == "keys" else (ranks - 1) / ranks
     return of_each * sum((*elements.forward, *elements.backward))
 
@@ -81,7 +81,7 @@ def choose(
         return Choice("keys", f"{ranks} context ranks cannot share the heads")
     layers = [attention_of(description, index) for index in range(description.layers)]
     keys, heads = (
-        sum(received(layer, way, **sizes, kept=slices > 1) for layer in layers if layer.heads)
+        sum(received(layer, way, **sizes, keys_held=slices > 1) for layer in layers if layer.heads)
         for way in ("keys", "heads")
     )
     if not keys or keys <= heads:

@@ -48,7 +48,7 @@ class Copies:
         return {name: buffer.dtype for name, buffer in self.whole.named_buffers()}
 
     @cached_property
-    def kept(self) -> frozenset[str]:
+    def fp32_parameters(self) -> frozenset[str]:
         """Names of the parameters that transformers keeps in fp32 in a model of a narrower dtype: routers, decays."""
         if self._dtype.itemsize >= torch.float32.itemsize:
             return frozenset()

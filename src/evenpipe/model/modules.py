@@ -44,7 +44,7 @@ def describe_modules(
     Args:
         layers: each is called with the hidden states [batch, sequence, hidden_size] and returns the same shape.
         norm: called on the last layer's output, before the head; None: no norm.
-        extras: the tensors that layers pass on besides the hidden states, as `beside` of `Pipeline.from_modules`.
+        extras: the tensors that layers pass on besides the hidden states, as `edge_tensors` of `Pipeline.from_modules`.
     """
     check_ends("the model", embedding, head)
     if len(list(embedding.parameters())) > 1:
@@ -92,7 +92,7 @@ class Part:
 class ModuleStage(nn.Module):
     """Layers [first, last) of a model of plain modules, with the interface of `Stage`."""
 
-    kept: frozenset[str] = frozenset()
+    fp32_parameters: frozenset[str] = frozenset()
     """Their parameters all follow the computing dtype."""
 
     def __init__(self, description: Description, spec: Part):

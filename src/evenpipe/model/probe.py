@@ -246,7 +246,7 @@ class _Probe:
                 handed_on.append(EdgeTensor(name, shape))
             else:
                 handed_on.append(EdgeTensor(name, shape, dtype, widens=wide[entry].dtype != dtype))
-        return replace(form, handed_on=tuple(handed_on), beside=tuple(floating))
+        return replace(form, handed_on=tuple(handed_on), extras=tuple(floating))
 
     def outer_parameters(self, record: _Record, form: Structure) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the parameters outside the layers that belong to the first and to the last stage."""

@@ -39,7 +39,7 @@ class SmallCopy:
     """With a live `model`. It runs on at most `FEW_TOKENS` tokens: more may change its rotary tables."""
     dtype: torch.dtype
     """fp64 if the copy runs in fp64."""
-    kept: list[int]
+    kept_layers: list[int]
     """For each layer, the index of the layer in the model."""
     exact: bool = False
     """Casts to fp32 give fp64 instead (`InFp64`)."""

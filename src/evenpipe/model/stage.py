@@ -55,8 +55,8 @@ class Relay:
 
     hidden: PassedTensor
     """Where layers take and return the hidden states."""
-    beside: tuple[PassedTensor, ...]
-    """As `Structure.beside`."""
+    extras: tuple[PassedTensor, ...]
+    """As `Structure.extras`."""
     received: tuple[torch.Tensor, ...] = ()
     stand_in: torch.Tensor | None = None
     result: tuple[torch.Tensor, ...] = ()
@@ -68,7 +68,7 @@ class Relay:
 
     def inject(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Replace a layer's hidden states, and the tensors that come with them, by the received tensors."""
-        for slot, tensor in zip((self.hidden, *self.beside), self.received, strict=False):
+        for slot, tensor in zip((self.hidden, *self.extras), self.received, strict=False):
             args, kwargs = slot.replaced(args, kwargs, tensor)
         return args, kwargs
 
@@ -80,7 +80,7 @@ class Relay:
     def capture_output(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Take a layer's output as the result, and replace its hidden states by the stand-in."""
         if isinstance(output, (tuple, list)):
-            self.result = (output[0], *(output[extra.entry] for extra in self.beside))
+            self.result = (output[0], *(output[extra.entry] for extra in self.extras))
             return type(output)((self.stand_in, *output[1:]))
         self.result = (output,)
         return self.stand_in
@@ -116,13 +116,13 @@ class Stage(nn.Module):
         self._hidden = structure.handed_on[0].computed_in(spec.compute_dtype)
         self._embedded = hidden_of_width(description.hidden_size).computed_in(spec.compute_dtype)
         self.layer_argument = structure.layer_argument
-        relay = self._relay = Relay(PassedTensor(0, 0, structure.layer_argument), structure.beside)
+        relay = self._relay = Relay(PassedTensor(0, 0, structure.layer_argument), structure.extras)
         layer_range = range(spec.first, spec.last)
         model = copies(description, spec.dtype).of(layer_range)
         self._compute_dtype = spec.compute_dtype
-        self.kept = copies(description, spec.compute_dtype).kept
+        self.fp32_parameters = copies(description, spec.compute_dtype).fp32_parameters
         """Names of parameters, also of other stages, that stay in fp32 in a model of the computing dtype."""
-        if wide := self.kept.intersection(description.vocabulary_names):
+        if wide := self.fp32_parameters.intersection(description.vocabulary_names):
             raise InputError(
                 f"compute_dtype = {spec.compute_dtype}: transformers keeps {min(wide)} of {description.architecture} in"
                 " fp32, and both vocabulary layers compute in the dtype of the layers; compute in torch.float32."
@@ -167,7 +167,7 @@ class Stage(nn.Module):
     def computing_dtypes(self) -> dict[nn.Parameter, torch.dtype]:
         """Return the dtype in which products read each parameter."""
         return {
-            parameter: parameter.dtype if name in self.kept else self._compute_dtype
+            parameter: parameter.dtype if name in self.fp32_parameters else self._compute_dtype
             for name, parameter in self.named_parameters()
         }
 
@@ -323,7 +323,7 @@ def _materialise(model: PreTrainedModel, description: Description, spec: Part) -
     for owner, attribute, name in outer_parameters(model):
         meta = owner.get_parameter(attribute)
         dtype, compute_dtype = spec.dtype, spec.compute_dtype
-        if name in computed.kept:
+        if name in computed.fp32_parameters:
             dtype, compute_dtype = torch.promote_types(dtype, torch.float32), torch.float32
         if name in owned or name.startswith(prefixes):
             placement = spec.held.get(name, TensorPlacement(tuple(meta.shape)))

@@ -72,7 +72,7 @@ class Structure:
     """The hidden states that the first layer receives."""
     handed_on: tuple[EdgeTensor, ...]
     """The tensors that layers pass to each other, hidden states first."""
-    beside: tuple[PassedTensor, ...] = ()
+    extras: tuple[PassedTensor, ...] = ()
     """How layers of transformers pass the tensors other than the hidden states."""
     writes_to_input: bool = False
     """The forward changes its embedded tokens in place."""

@@ -130,7 +130,7 @@ class ShardedModule:
         compute_dtype: of the unsharded parameters.
         label: names the module in messages.
         names: of the parameters to shard; others stay as they are. None for all of them.
-        kept: names of parameters that stay in the dtype of their masters; they are gathered separately.
+        fp32_parameters: names of parameters that stay in the dtype of their masters; they are gathered separately.
         inner: cut dimension 1 where its length is divisible, instead of rows, because there are few experts.
     """
 
@@ -144,7 +144,7 @@ class ShardedModule:
         torch_device: torch.device,
         label: str,
         names: Collection[str] | None = None,
-        kept: Collection[str] = (),
+        fp32_parameters: Collection[str] = (),
         inner: bool = False,
     ) -> None:
         self._shards = shards
@@ -155,8 +155,8 @@ class ShardedModule:
         shapes = {name: parameter.shape for name, parameter in self._named_parameters()}
         assert shards.group is not None
         mesh = DeviceMesh.from_group(shards.group, torch_device.type, mesh_dim_names=("dp",))
-        cast_parameters = [parameter for name, parameter in self._named_parameters() if name not in kept]
-        kept_parameters = [parameter for name, parameter in self._named_parameters() if name in kept]
+        cast_parameters = [parameter for name, parameter in self._named_parameters() if name not in fp32_parameters]
+        kept_parameters = [parameter for name, parameter in self._named_parameters() if name in fp32_parameters]
         self._holders = [
             self._hold(unit, unit_parameters, mesh, dtype)
             for parameters, dtype in ((cast_parameters, compute_dtype), (kept_parameters, None))

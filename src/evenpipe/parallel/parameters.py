@@ -95,13 +95,13 @@ class StageParameters:
         compute_dtype: torch.dtype,
         names: Collection[str] | None = None,
         *,
-        kept: Collection[str] = (),
+        fp32_parameters: Collection[str] = (),
         torch_device: torch.device | None = None,
     ) -> None:
         """
         Args:
             names: of these parameters; None for all of the module.
-            kept: names of parameters that products read in the dtype of their masters.
+            fp32_parameters: names of parameters that products read in the dtype of their masters.
             torch_device: where parameters on the meta device are allocated, filled with NaN. Whoever fills them with
                 values calls `refresh`.
         """
@@ -116,7 +116,7 @@ class StageParameters:
                 parameter = nn.Parameter(empty, requires_grad=original.requires_grad)
                 _replace(module, name, parameter)
             self._masters[name] = parameter
-            if parameter.dtype != compute_dtype and name not in kept:
+            if parameter.dtype != compute_dtype and name not in fp32_parameters:
                 copy = nn.Parameter(parameter.detach().to(compute_dtype))
                 AddTo(parameter).register(copy)
                 _replace(module, name, copy)

@@ -21,7 +21,7 @@ from itertools import accumulate
 from operator import add
 
 from evenpipe.costs.analytic import Setting, head_time, least_seconds, whole_head_time
-from evenpipe.costs.step import Beside, Parameters, step_end_seconds
+from evenpipe.costs.step import Overlap, Parameters, step_end_seconds
 from evenpipe.costs.timed_model import extra_times, layer_times
 from evenpipe.memory.reserved import CUDA, communicators_of, process_memory
 from evenpipe.recipe.recipe import Recipe
@@ -84,8 +84,8 @@ def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0, *, s
     by_layer, by_part = exchanged_parts(problem, layout)
     parts = -(-problem.layers // parallelism.pp) if by_part else 1
     exchanges = layout.microbatches if by_layer else 1
-    overlapped = Beside(parts, math.inf, math.inf, exchanges)  # the most parts there can be, all but one overlapped
-    seconds = pass_seconds + step_end_seconds(share, step_setting, zero=parallelism.zero, beside=overlapped)
+    overlapped = Overlap(parts, math.inf, math.inf, exchanges)  # the most parts there can be, all but one overlapped
+    seconds = pass_seconds + step_end_seconds(share, step_setting, zero=parallelism.zero, overlap=overlapped)
     shortfall = state_floor(problem, layout, share, host_share)[0] - usable(problem, layout)
     return Bound(seconds, max(0, math.ceil(shortfall)))
 
@@ -156,7 +156,7 @@ def usable(problem: Problem, layout: Recipe) -> float:
 
 def _usable(problem: Problem, communicators: int, context_parallel: bool) -> float:
     process_bytes = [
-        process_memory(size, CUDA, communicators=communicators, context_parallel=context_parallel).process.most
+        process_memory(size, CUDA, communicators=communicators, context_parallel=context_parallel).process.high
         for size in (0, GIB)
     ]
     return (problem.memory_bytes - process_bytes[0]) / (process_bytes[1] - process_bytes[0]) * GIB

@@ -26,6 +26,7 @@ Evaluations run in worker processes, a fixed number at a time, so the result doe
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import multiprocessing
 import os
@@ -39,7 +40,6 @@ from concurrent.futures import Executor, ProcessPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
 from multiprocessing.synchronize import Event
 from types import FrameType
 from typing import Any, Literal, NamedTuple
@@ -90,7 +90,7 @@ class Rejected(NamedTuple):
 
 
 @dataclass(slots=True)
-class Found:
+class PlanSearchResult:
     """The results of a search. plans: evaluations that fit, fastest first. failed: evaluations that do not fit."""
 
     problem: Problem
@@ -132,7 +132,7 @@ class Found:
         return next((plan for plan in self.plans if _mode(plan.configuration) == vocabulary), None)
 
 
-Progress = Callable[[Found], None]
+Progress = Callable[[PlanSearchResult], None]
 """Called now and then with the results so far; its plans are sorted, but not yet final as after a complete search.
 `ended` is already set while the best plan of a search that ended early is being checked."""
 
@@ -144,7 +144,7 @@ class SearchInterrupted(KeyboardInterrupt):
         super().__init__()
         self._search = search
 
-    def found(self) -> Found:
+    def found(self) -> PlanSearchResult:
         """Return the results so far, with the best plan checked; another Ctrl-C meanwhile leaves it unchecked."""
         with suppress(KeyboardInterrupt):
             if not self._search.result.ended:
@@ -162,14 +162,14 @@ def search_configurations(
     problem: Problem,
     space: Space | None = None,
     *,
-    wanted: int = 10,
+    count: int = 10,
     each_vocabulary: bool = False,
     workers: int | None = None,
     cache: EvaluationCache | None = None,
     progress: Progress | None = None,
     seconds: float = math.inf,
-) -> Found:
-    """Return the `wanted` fastest plans; with `each_vocabulary` also the fastest pipeline of every vocabulary mode.
+) -> PlanSearchResult:
+    """Return the `count` fastest plans; with `each_vocabulary` also the fastest pipeline of every vocabulary mode.
 
     space: None: `usual_space`.
     workers: processes, by default one per core; 1 evaluates in this process.
@@ -178,14 +178,14 @@ def search_configurations(
     Raises InputError as `layouts`, and SearchInterrupted on Ctrl-C.
     """
     watch = _Watch(seconds, progress)
-    search = _Search(problem, space or usual_space(problem), wanted, watch, cache, each_vocabulary=each_vocabulary)
+    search = _Search(problem, space or usual_space(problem), count, watch, cache, each_vocabulary=each_vocabulary)
     watch.search = search
     try:
         try:
             with watch.deferring_interrupts(), _pool(problem, workers, watch) as evaluate_all:
                 search.answer_roughly(evaluate_all)
                 search.run(evaluate_all)
-                search.settle(evaluate_all, wanted)
+                search.settle(evaluate_all, count)
         except _TimeIsUpError:
             search.end_early("time")
     except KeyboardInterrupt:
@@ -221,7 +221,7 @@ class _Watch:
         if self.search is not None and time.monotonic() - self.reported >= PROGRESS_INTERVAL:
             self.report(self.search.progress_so_far())
 
-    def report(self, result: Found) -> None:
+    def report(self, result: PlanSearchResult) -> None:
         if self.progress is not None:
             self.progress(result)
         self.reported = time.monotonic()
@@ -236,17 +236,17 @@ class _Search:
         self,
         problem: Problem,
         space: Space,
-        wanted: int,
+        count: int,
         watch: _Watch,
         cache: EvaluationCache | None = None,
         *,
         each_vocabulary: bool = False,
     ) -> None:
         """each_vocabulary: the fastest plan of each vocabulary mode is also wanted."""
-        self.problem, self.space, self.wanted, self.each_vocabulary = problem, space, wanted, each_vocabulary
+        self.problem, self.space, self.count, self.each_vocabulary = problem, space, count, each_vocabulary
         self.watch, self.cache = watch, cache or EvaluationCache()
-        self.result = Found(problem, space)
-        self.numbers = count()
+        self.result = PlanSearchResult(problem, space)
+        self.numbers = itertools.count()
         self.heap: list[tuple[float, int, _Sizes | Configuration]] = []
         self.requested: dict[Configuration, Configuration] = {}  # by evaluated configuration: the one with open fields
         self.sharp_bounds: dict[Configuration, float] = {}  # for configurations with an `order_bound`
@@ -310,7 +310,7 @@ class _Search:
             self.watch.check()
         self.result.rough.clear()
 
-    def progress_so_far(self) -> Found:
+    def progress_so_far(self) -> PlanSearchResult:
         """Return the results so far, with the numbers of layouts and configurations left."""
         result, limit = self.result, self._limit(*self.space.vocabularies)
         left = [node for bound, _, node in self.heap if bound < limit]
@@ -332,14 +332,14 @@ class _Search:
         self.watch.report(self.progress_so_far())
         self.settle(partial(_evaluate_alone, self.problem), 0)
 
-    def final_result(self) -> Found:
+    def final_result(self) -> PlanSearchResult:
         """Return the final results."""
         self.result.seconds = self.watch.seconds
         self.result.failed.sort(key=lambda plan: plan.configuration.name)
         return self.result
 
-    def settle(self, evaluate_all: _EvaluateAll, wanted: int) -> None:
-        """Sort the plans, evaluate the best and the `wanted` fastest ones with separate programs, and time whole steps
+    def settle(self, evaluate_all: _EvaluateAll, count: int) -> None:
+        """Sort the plans, evaluate the best and the `count` fastest ones with separate programs, and time whole steps
         of the best plan until a plan timed this way is the fastest; with `each_vocabulary`, of the best plan of every
         mode."""
         plans, exact, timed = self.result.plans, set[Configuration](), set[Configuration]()
@@ -347,7 +347,7 @@ class _Search:
             self.result.failed += (plan for plan in plans if not plan.fits)
             plans[:] = sorted((plan for plan in plans if plan.fits), key=_rank)
             leading = self._leading()
-            shown = sorted({*range(len(plans))[:wanted], *leading})
+            shown = sorted({*range(len(plans))[:count], *leading})
             inexact = [n for n in shown if plans[n].configuration not in exact]
             first = next((n for n in leading if plans[n].configuration not in timed), None)
             if inexact:
@@ -383,7 +383,7 @@ class _Search:
         not yet known, only the first of its configurations is evaluated, and the others wait for it."""
         batch: list[Configuration] = []
         unknown: set[Any] = set()
-        while self.heap and len(batch) < min(TOGETHER, 2 * self.wanted):
+        while self.heap and len(batch) < min(TOGETHER, 2 * self.count):
             self.watch.check()
             seconds, _, node = heapq.heappop(self.heap)
             if not batch:
@@ -416,7 +416,7 @@ class _Search:
 
     def _limit(self, *modes: str | None) -> float:
         """Return the time that a plan with one of these vocabulary modes must beat; None stands for a single device."""
-        limits = [self.times[self.wanted - 1] if len(self.times) >= self.wanted else math.inf]
+        limits = [self.times[self.count - 1] if len(self.times) >= self.count else math.inf]
         if self.each_vocabulary:
             limits += [self.best_of.get(mode, math.inf) for mode in modes if mode is not None]
         return WORTH * max(limits)

@@ -53,7 +53,7 @@ def device_use(problem: Problem, configuration: Configuration, program: Program,
     estimate = device_estimate(source, source.planned(recipe), settings, device, problem.memory_bytes)
     return DeviceUse(
         peak_bytes=estimate.peak_allocated,
-        spare=problem.memory_bytes - round(estimate.process.process.most),
+        spare=problem.memory_bytes - round(estimate.process.process.high),
         event=estimate.binding_event,
         host_bytes=estimate.host,
     )

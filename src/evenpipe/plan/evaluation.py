@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from evenpipe.costs.step import Beside, Parameters, step_end_seconds
+from evenpipe.costs.step import Overlap, Parameters, step_end_seconds
 from evenpipe.costs.timed_model import computing
 from evenpipe.errors import InputError
 from evenpipe.recipe.layout import bounds_of
@@ -276,7 +276,7 @@ def end_seconds(problem: Problem, configuration: Configuration) -> float:
     device = max(range(len(parameters)), key=lambda device: parameters[device].all)
     largest, setting = parameters[device], problem.setting(recipe, together=True)
     overlapped = overlapped_passes(problem, configuration, device)
-    seconds = step_end_seconds(largest, setting, zero=recipe.parallelism.zero, beside=overlapped)
+    seconds = step_end_seconds(largest, setting, zero=recipe.parallelism.zero, overlap=overlapped)
     if not configuration.host_share:
         return seconds
     # Moments on the host are copied in and out at the same time, overlapped with the shorter update (`HostAdamW`).
@@ -284,16 +284,16 @@ def end_seconds(problem: Problem, configuration: Configuration) -> float:
     return seconds + moved / problem.hardware.host_bandwidth
 
 
-def overlapped_passes(problem: Problem, configuration: Configuration, device: int) -> Beside:
+def overlapped_passes(problem: Problem, configuration: Configuration, device: int) -> Overlap:
     """Return the passes that a device computes while replicas exchange its parameters and gradients."""
     recipe, stages = configuration.recipe, configuration.placement.stages_of(device)
     by_layer, by_part = exchanged_parts(problem, recipe)
     if recipe.parallelism.replicas == 1 or not by_part:
-        return Beside()
+        return Overlap()
     layers = sum(configuration.layers_per_stage[stage] for stage in stages)
     by_kind = costs_of(problem, configuration).stage_times(configuration.placement)
     forward, backward, inputs, weights = (by_kind[kind] or () for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
-    return Beside(
+    return Overlap(
         parts=max(1, layers) if by_layer else len(stages),
         forward=recipe.slices * sum(forward[stage] for stage in stages),
         backward=recipe.slices * sum(min(backward[stage], inputs[stage] + weights[stage]) for stage in stages),

@@ -24,7 +24,7 @@ from evenpipe.words import count, refused, seconds_text, table
 
 from .bounds import order_bound, work_bound
 from .configuration import Configuration, costs_of
-from .configuration_search import Found, head_layers, search_configurations
+from .configuration_search import PlanSearchResult, head_layers, search_configurations
 from .evaluation import Evaluation, evaluate
 from .problem import EVENPIPE, Problem
 from .programs import Shape
@@ -337,11 +337,11 @@ def _layout(problem: Problem, pp: int | None, tp: int | None, progress: Callable
         vocabularies=USUAL[1:],
     )
 
-    def show(result: Found) -> None:
+    def show(result: PlanSearchResult) -> None:
         progress(progress_text(result))
 
     # In this process, because what it learns about the model's memory is needed again.
-    best = search_configurations(problem, space, wanted=1, workers=1, progress=show).best
+    best = search_configurations(problem, space, count=1, workers=1, progress=show).best
     if best is not None:
         return best.configuration.recipe
     return max(layouts(problem, space), key=lambda layout: (layout.parallelism.model_parallel, layout.parallelism.tp))

@@ -12,7 +12,7 @@ from evenpipe.sizes import gib_text
 from evenpipe.words import count, seconds_text
 
 from .configuration import LEAST
-from .configuration_search import Found, Progress, search_configurations
+from .configuration_search import PlanSearchResult, Progress, search_configurations
 from .evaluation import Evaluation
 from .evaluation_cache import EvaluationCache
 from .problem import Problem
@@ -68,7 +68,7 @@ class Nearest:
 
 
 def nearest(
-    result: Found,
+    result: PlanSearchResult,
     *,
     workers: int | None = None,
     cache: EvaluationCache | None = None,
@@ -90,7 +90,7 @@ def nearest(
             finished = False
             return None
         attempt = search_configurations(
-            problem, space, wanted=1, workers=workers, cache=cache, progress=progress, seconds=left
+            problem, space, count=1, workers=workers, cache=cache, progress=progress, seconds=left
         )
         finished = finished and not attempt.ended
         return attempt.best

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from evenpipe.costs.analytic import Implementation
 from evenpipe.costs.hardware import ELEMENT_BYTES, Hardware
-from evenpipe.costs.timed_model import Found, TimedModel, known_times
+from evenpipe.costs.timed_model import TimedModel, Value, known_times
 from evenpipe.costs.work import FUSIBLE, layers_of
 from evenpipe.errors import InputError
 from evenpipe.memory.framework import Framework, kernels_and_framework
@@ -56,7 +56,7 @@ class Problem(TimedModel):
         """The times of passes on this hardware, by which orders are arranged."""
         return known_times(self)
 
-    def cached(self, key: Any, make: Callable[[], Found]) -> Found:
+    def cached(self, key: Any, make: Callable[[], Value]) -> Value:
         """Return the same as `once`, for many keys: the least recently used results are dropped and recomputed."""
         recent: OrderedDict[Any, Any] = self.once(OrderedDict, OrderedDict)
         if key in recent:
@@ -65,7 +65,7 @@ class Problem(TimedModel):
             recent[key] = make()
             if len(recent) > CACHE_SIZE:
                 recent.popitem(last=False)
-        result: Found = recent[key]
+        result: Value = recent[key]
         return result
 
     @property

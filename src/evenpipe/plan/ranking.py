@@ -16,7 +16,7 @@ from evenpipe.words import count, refused, seconds_text, table
 
 from .bounds import order_bound
 from .configuration import name_of_axes, name_of_zero
-from .configuration_search import Found, Rejected, head_layers
+from .configuration_search import PlanSearchResult, Rejected, head_layers
 from .evaluation import Evaluation, timed
 from .measured_steps import Fitted, spread
 from .problem import Problem
@@ -154,8 +154,8 @@ class Budget:
 class Ranking:
     """The result of `evenpipe plan`."""
 
-    result: Found
-    wanted: int
+    result: PlanSearchResult
+    count: int
     unpiped: tuple[WithoutPipeline, ...] = ()
     """The best layouts without a pipeline."""
     budget: Budget | None = None
@@ -164,7 +164,7 @@ class Ranking:
 
     @property
     def plans(self) -> list[Evaluation]:
-        return self.result.plans[: self.wanted]
+        return self.result.plans[: self.count]
 
     def to_dict(self) -> dict[str, Any]:
         problem, result = self.result.problem, self.result
@@ -324,7 +324,7 @@ class Gain:
         }
 
 
-def gains(result: Found) -> list[Gain]:
+def gains(result: PlanSearchResult) -> list[Gain]:
     """Return the best plan found for each vocabulary mode, fastest first, each with the reason for its time."""
     best = [plan for mode in result.space.vocabularies if (plan := result.best_of(mode)) is not None]
     best.sort(key=lambda plan: plan.seconds)
@@ -388,7 +388,7 @@ class Rejection:
         }
 
 
-def explained(result: Found) -> list[Rejection]:
+def explained(result: PlanSearchResult) -> list[Rejection]:
     """Return the configurations that would be fastest, and faster than all plans, if memory were unlimited, each with
     the plans that differ least from it."""
     limit = math.inf if result.best is None else result.best.seconds
@@ -414,7 +414,7 @@ def explained(result: Found) -> list[Rejection]:
     return rejections + [_of_floor(rejected) for rejected in fastest.values()][: REJECTED - len(rejections)]
 
 
-def by_shortfall(result: Found) -> list[Rejection]:
+def by_shortfall(result: PlanSearchResult) -> list[Rejection]:
     """Return the rejections in order of the memory that they lack, smallest first."""
     rejections = [
         _of_plan(result, plan, plan.configuration.name, plan.seconds)
@@ -426,14 +426,14 @@ def by_shortfall(result: Found) -> list[Rejection]:
     )
 
 
-def _rejected(result: Found, limit: float = math.inf) -> list[Rejected]:
+def _rejected(result: PlanSearchResult, limit: float = math.inf) -> list[Rejected]:
     """Return what a bound rejected that may be faster than `limit`, without layouts that would be refused anyway: the
     search has not checked these."""
     faster = (rejected for rejected in result.rejected if rejected.bound.seconds < limit)
     return [rejected for rejected in faster if not refuses(result.problem, result.space, rejected.layout)]
 
 
-def _of_plan(result: Found, plan: Evaluation, name: str, seconds: float) -> Rejection:
+def _of_plan(result: PlanSearchResult, plan: Evaluation, name: str, seconds: float) -> Rejection:
     """Return why a plan is slower than it would be with enough memory."""
     uses = plan.without_recomputation or plan.devices
     device = min(range(len(uses)), key=lambda device: uses[device].spare)
@@ -474,7 +474,7 @@ def _of_floor(rejected: Rejected) -> Rejection:
     return Rejection(name, rejected.bound.shortfall, where, rejected.bound.seconds, ())
 
 
-def _fixes(result: Found, failed: Evaluation) -> Iterator[tuple[str, Evaluation]]:
+def _fixes(result: PlanSearchResult, failed: Evaluation) -> Iterator[tuple[str, Evaluation]]:
     """Yield plans as fixes of a configuration that does not fit, fastest first; those with more than two changes come
     last."""
     failed_choices = _choices(failed)
@@ -509,7 +509,7 @@ def _choices(plan: Evaluation) -> dict[str, Any]:
 # --- text --------------------------------------------------------------------------------------------------------
 
 
-def progress_text(result: Found) -> str:
+def progress_text(result: PlanSearchResult) -> str:
     """Return the progress of a search, in one line."""
     best = result.best
     plan = "no plan yet" if best is None else f"best step {seconds_text(best.seconds)}: {best.configuration.name}"
@@ -518,12 +518,12 @@ def progress_text(result: Found) -> str:
     return f"{_duration(result.seconds)}, {plan}; {_left(result)}"
 
 
-def _left(result: Found) -> str:
+def _left(result: PlanSearchResult) -> str:
     layouts = count(result.layouts, "layout")
     return f"{result.layouts_left} of {layouts} and {count(result.configurations_left, 'configuration')} left"
 
 
-def _about_the_end(result: Found) -> str:
+def _about_the_end(result: PlanSearchResult) -> str:
     """Return why a search ended early, and what that means."""
     reason = "the time is up" if result.ended == "time" else "interrupted"
     sentence = f"unfinished, {reason} after {_duration(result.seconds)}: {_left(result)}"

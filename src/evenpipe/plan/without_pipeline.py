@@ -9,7 +9,7 @@ from typing import Literal
 
 from evenpipe.errors import InputError
 
-from .configuration_search import Found, Progress, search_configurations
+from .configuration_search import PlanSearchResult, Progress, search_configurations
 from .evaluation import Evaluation
 from .evaluation_cache import EvaluationCache
 from .ranking import Rejection, by_shortfall
@@ -28,7 +28,7 @@ class WithoutPipeline:
 
 
 def without_pipeline(
-    result: Found,
+    result: PlanSearchResult,
     *,
     workers: int | None = None,
     cache: EvaluationCache | None = None,
@@ -48,7 +48,7 @@ def without_pipeline(
         subspace = replace(space, pp=(1,), zero=(level,))
         try:
             attempt = search_configurations(
-                result.problem, subspace, wanted=1, workers=workers, cache=cache, progress=progress, seconds=left
+                result.problem, subspace, count=1, workers=workers, cache=cache, progress=progress, seconds=left
             )
         except InputError:  # nothing divides
             return ()

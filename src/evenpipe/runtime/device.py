@@ -132,7 +132,7 @@ class LayerOptions:
     compiled: bool = False
     activations: Activations | None = None
     """Moves activations to the host; None if they stay."""
-    kept: Collection[int] = ()
+    kept_layers: Collection[int] = ()
     """Layers whose activations stay on the device nevertheless."""
 
 
@@ -281,7 +281,7 @@ class Builder:
         checkpointing = Checkpointing(options.checkpointing, switch, self.torch_device)
         yield Compilation(checkpointing, queue) if options.compiled else checkpointing
         if options.activations is not None:
-            yield KeptOnDevice(options.activations, options.kept)
+            yield KeptOnDevice(options.activations, options.kept_layers)
         if options.draws is not None:
             yield options.draws
 
@@ -316,7 +316,11 @@ class Builder:
             parameters: StageParameters | ShardedModule
             if shards is None:
                 parameters = StageParameters(
-                    module, self.compute_dtype, selected, kept=module.kept, torch_device=self.torch_device
+                    module,
+                    self.compute_dtype,
+                    selected,
+                    fp32_parameters=module.fp32_parameters,
+                    torch_device=self.torch_device,
                 )
                 masters = {name: Held.whole(parameter) for name, parameter in parameters}
             else:
@@ -328,7 +332,7 @@ class Builder:
                     torch_device=self.torch_device,
                     label=label,
                     names=selected,
-                    kept=module.kept,
+                    fp32_parameters=module.fp32_parameters,
                     inner=are_experts,
                 )
                 masters = dict(parameters)

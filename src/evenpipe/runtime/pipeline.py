@@ -260,14 +260,14 @@ class Pipeline:
         norm: nn.Module | None,
         head: nn.Linear,
         *,
-        beside: Sequence[EdgeTensor] = (),
+        edge_tensors: Sequence[EdgeTensor] = (),
         **options: Any,
     ) -> Pipeline:
         """Make a pipeline of plain modules; their weights are copied.
 
         Layers may pass on further tensors besides the hidden states, each with its own shape and dtype:
 
-            beside = [EdgeTensor("memory", ("sequences", "tokens", 16), torch.float64)]
+            edge_tensors = [EdgeTensor("memory", ("sequences", "tokens", 16), torch.float64)]
 
         Then each layer returns the tuple (hidden, memory), and the next one is called with both. The first layer is
         called with the hidden states only, and only the hidden states that the last one returns are used.
@@ -277,10 +277,10 @@ class Pipeline:
             layers: each takes and returns hidden states [batch, sequence, hidden_size].
             norm: applied between the last layer and the head, or None.
             head: hidden_size -> vocabulary; tied if its weight is the embedding's.
-            beside: the tensors that layers return after the hidden states, in order.
+            edge_tensors: the tensors that layers return after the hidden states, in order.
             options: as for `Pipeline`.
         """
-        return cls(describe_modules(embedding, layers, norm, head, beside), **options)
+        return cls(describe_modules(embedding, layers, norm, head, edge_tensors), **options)
 
     # --- building --------------------------------------------------------------------------------------------
 
@@ -317,14 +317,14 @@ class Pipeline:
         draws = None
         if may_draw(self.description):
             draws = Draws(self.torch_device, self.context_rank * self.tensor_ranks + self.tensor_rank)
-        kept = self.recipe.offload.kept_layers(self.description.layers)
+        kept_layers = self.recipe.offload.kept_layers(self.description.layers)
         broadcasts_weights = replicas is not None and self.description.model is not None
         held = Builder(
             description=self.description,
             layout=self.layout,
             grid=self._grid,
             loss=options,
-            layers=LayerOptions(plan.checkpointing, draws, self.recipe.compile_layers, activations, kept),
+            layers=LayerOptions(plan.checkpointing, draws, self.recipe.compile_layers, activations, kept_layers),
             weights=Weights(parameter_dtype, seed, self._broadcast if broadcasts_weights else None),
             compute_dtype=self._compute_dtype,
             torch_device=self.torch_device,

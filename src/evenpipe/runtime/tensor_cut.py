@@ -38,7 +38,7 @@ def cut_layers(
     if groups.tensor is None or groups.everyone is None:
         return None, None
     exchange, is_first = TensorRanks(groups.tensor, groups.running), groups.everyone.position == 0
-    if stages > 1 and description.structure.beside:
+    if stages > 1 and description.structure.extras:
         accepted = f"1 for {stages} stages of {description.architecture}, whose layers hand on more than hidden states"
         raise refused("tp", exchange.size, accepted)
     cut, fault = None, None

@@ -72,7 +72,7 @@ class Timeline:
 
     events: tuple[tuple[Event, ...], ...]
     stage_bytes: tuple[float, ...] | None = None
-    beside: tuple[tuple[Event, ...], ...] = ()
+    concurrent: tuple[tuple[Event, ...], ...] = ()
     memory: tuple[tuple[tuple[float, float], ...], ...] | None = None
     on_device: tuple[tuple[tuple[float, float], ...], ...] | None = None
     placement: Placement | None = None
@@ -116,7 +116,7 @@ class Timeline:
         """Per device, its compute and concurrent collectives over replicas: the step ends when both have ended."""
         return tuple(
             (*row, *(event for event in concurrent if event.item.kind in SHARDING_KINDS))
-            for row, concurrent in zip_longest(self.events, self.beside, fillvalue=())
+            for row, concurrent in zip_longest(self.events, self.concurrent, fillvalue=())
         )
 
     @property

@@ -216,7 +216,7 @@ class Trace:
         concurrent = ((*transfers[device], *self._copies(device)) for device in devices)
         return Timeline(
             tuple(tuple(self._passes(device)) for device in devices),
-            beside=tuple(tuple(sorted(row, key=attrgetter("start"))) for row in concurrent),
+            concurrent=tuple(tuple(sorted(row, key=attrgetter("start"))) for row in concurrent),
             placement=self.program.placement,
         )
 

@@ -67,7 +67,7 @@ def _cuts(copy: SmallCopy, description: Description, **repeats: bool) -> tuple[M
 
     def cuts() -> tuple[ModelCut, ModelCut]:
         of_copy = find_model_cut(copy.description, **repeats)
-        return of_copy, of_copy.for_model(description, copy.kept)
+        return of_copy, of_copy.for_model(description, copy.kept_layers)
 
     return copy.once(("cut", *repeats), cuts)
 

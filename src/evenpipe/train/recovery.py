@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from evenpipe.checkpoints import Checkpoint, ListedCheckpoint, find_latest, find_step, list_checkpoints, mark_unhealthy
 from evenpipe.checkpoints.agreement import Team
-from evenpipe.checkpoints.folder import Found
+from evenpipe.checkpoints.folder import FoundCheckpoint
 from evenpipe.errors import InputError
 from evenpipe.train.config import Config
 from evenpipe.train.health import Health
@@ -32,7 +32,7 @@ RESUMED_FROM = "resumed_from"
 class Start:
     """Where a run starts."""
 
-    search_result: Found
+    search_result: FoundCheckpoint
     goes_back: bool
     """Whether to abandon later checkpoints."""
 

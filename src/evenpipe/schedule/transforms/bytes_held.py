@@ -45,7 +45,7 @@ class BytesHeld:
                 node >>= 1
 
     @property
-    def most(self) -> float:
+    def peak(self) -> float:
         """The largest number; minus infinity if there are none."""
         return self._maxima[1]
 

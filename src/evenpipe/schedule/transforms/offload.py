@@ -234,14 +234,14 @@ class _Plan:
     def _lower(self) -> None:
         """Move activations to lower the peaks of devices above their limits, as long as nothing is delayed."""
         above = [
-            (limit - held.most, device) for device, (limit, held) in enumerate(zip(self.limits, self.held, strict=True))
+            (limit - held.peak, device) for device, (limit, held) in enumerate(zip(self.limits, self.held, strict=True))
         ]
         heapify(above)
         while above and above[0][0] < 0:
             _, device = heappop(above)
             if self._lower_at(device, self.held[device].where()):
                 limit = self.limits[device] * (1 + ROUNDING)
-                heappush(above, (limit - self.held[device].most, device))
+                heappush(above, (limit - self.held[device].peak, device))
 
     def _lower_at(self, device: int, peak_position: int) -> bool:
         """Move the activations used last among those held at the peak; return False if none can move."""
@@ -346,7 +346,7 @@ class _Plan:
     def _force(self, device: int, limit: float) -> None:
         """Make the device wait for copies until it stays within its limit, or nothing more helps."""
         held, moved = self.held[device], self.moved[device]
-        while held.most > limit:
+        while held.peak > limit:
             peak_position = held.where()
             present = list(self._activations_at(device, peak_position))
             leaving = [
@@ -388,9 +388,9 @@ class _Plan:
         """The order with its copies."""
         slices = self.order.slices
         rows = tuple(_row(row, moved, slices) for row, moved in zip(self.rows, self.moved, strict=True))
-        peaks = tuple(held.most for held in self.held) if self.known else None
+        peaks = tuple(held.peak for held in self.held) if self.known else None
         over = tuple(
-            max(0.0, held.most - limit) if self.limited and held.most > limit * (1 + ROUNDING) else 0.0
+            max(0.0, held.peak - limit) if self.limited and held.peak > limit * (1 + ROUNDING) else 0.0
             for held, limit in zip(self.held, self.limits, strict=True)
         )
         return Offloaded(replace(self.order, rows=rows), tuple(map(len, self.moved)), peaks, over)
