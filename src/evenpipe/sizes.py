@@ -32,16 +32,16 @@ def gib_text(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
-def parse_size(text: str, what: str = "memory") -> int:
-    """Return the bytes of, say, "80GiB" or "40 GB". Raises InputError that names `what`, for a missing number or unit
+def parse_size(text: str, name: str = "memory") -> int:
+    """Return the bytes of, say, "80GiB" or "40 GB". Raises InputError that names `name`, for a missing number or unit
     and for 0."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    unit = "" if found is None else found[2]
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    unit = "" if match is None else match[2]
     quoted = f"'{shortened(plain(text))}'"
-    if found is None or unit.lower() not in _BY_LETTERS:
-        why = ", which has no unit" if found is not None and not unit else ""
-        raise InputError(f"{what} is {quoted}{why}; it must be a number and a unit, as in 80GiB")
-    size = float(found[1]) * _BY_LETTERS[unit.lower()]
+    if match is None or unit.lower() not in _BY_LETTERS:
+        why = ", which has no unit" if match is not None and not unit else ""
+        raise InputError(f"{name} is {quoted}{why}; it must be a number and a unit, as in 80GiB")
+    size = float(match[1]) * _BY_LETTERS[unit.lower()]
     if not 0.5 < size < MOST:
-        raise InputError(f"{what} is {quoted}; it must be more than 0 and less than 8 EiB")
+        raise InputError(f"{name} is {quoted}; it must be more than 0 and less than 8 EiB")
     return round(size)

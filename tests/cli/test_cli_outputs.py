@@ -232,8 +232,8 @@ def test_every_fault_is_listed(capsys):
         assert not checked["sound"] and len(checked["faults"]) >= len(words)
         assert text.startswith(f"{len(checked['faults'])} fault")
         for word in words:
-            assert word in text and any(word in fault["what"] for fault in checked["faults"])
-        assert all({"device", "position", "what", "rows"} == set(fault) for fault in checked["faults"])
+            assert word in text and any(word in fault["message"] for fault in checked["faults"])
+        assert all({"device", "position", "message", "rows"} == set(fault) for fault in checked["faults"])
 
 
 # --- search --------------------------------------------------------------------------------------------------

@@ -344,7 +344,7 @@ def test_the_error_of_exhausted_memory_says_whose_rows_are_too_many(monkeypatch,
 
 
 def test_choices_of_a_failed_step_are_not_counted_in_the_next_one() -> None:
-    running = Running(step=1, place=(0, 0))
+    running = Running(step=1, stage_unit=(0, 0))
     load = Load(["layers.0"], 3, running, torch.device("cpu"))
     load.add("layers.0", torch.tensor([[0, 1]]))
     load.add("layers.0", torch.tensor([[2, 2]]))  # repeated

@@ -82,7 +82,7 @@ def gradients_of_other_choices(case: Case, others: bool) -> dict[str, torch.Tens
     run = adopt.run_experts
 
     def run_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        key = (experts._adopted.by.spread.routing._running.place, experts._adopted.name)
+        key = (experts._adopted.by.spread.routing._running.stage_unit, experts._adopted.name)
         if key in seen and others and dist.get_rank() == 1:
             index = index.clone()
             index[1] = (index[1] + 1) % 4

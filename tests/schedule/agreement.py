@@ -130,10 +130,10 @@ def judged(seed: int) -> tuple[str, str, str]:
         failure = error
     if report.ok == (failure is None):
         return case.name, "sound" if report.ok else "faulty", ""
-    repeated = case.schedule.forward_only and all("is already at" in fault.what for fault in report.faults)
+    repeated = case.schedule.forward_only and all("is already at" in fault.message for fault in report.faults)
     if not report.ok and (repeated or any(one in ADDRESSES for one in case.damage)):
         return case.name, "stricter", ""
-    return case.name, "disagree", f"{failure!r}, {[fault.what for fault in report.faults]}"
+    return case.name, "disagree", f"{failure!r}, {[fault.message for fault in report.faults]}"
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def test_what_a_device_sends_is_sent_before_the_device_uses_it_up() -> None:
             assert check_program(damaged).ok, name
             walk(damaged, seed=0)
             continue
-        assert fault in check_program(damaged).faults[0].what, name
+        assert fault in check_program(damaged).faults[0].message, name
         with pytest.raises((AssertionError, KeyError, RuntimeError)):
             walk(damaged, seed=0)
 
@@ -83,10 +83,10 @@ def test_the_fault_says_what_a_device_stops_for() -> None:
     early = sorted(program.rows[0], key=lambda item: str(item) != "0RECV_B0")
     other = replace(program, rows=(tuple(early), program.rows[1]))
     report = check_program(other, experts=True)
-    (fault,) = [fault for fault in report.faults if WITH_EXPERTS in fault.what]
+    (fault,) = [fault for fault in report.faults if WITH_EXPERTS in fault.message]
     assert (fault.device, fault.position) == (0, 1)
-    assert "device 0 stops at position 1 (0F0), waiting for 0RECV_B0 (not issued by device 1" in fault.what
-    assert WITH_EXPERTS not in "".join(fault.what for fault in check_program(other).faults)
+    assert "device 0 stops at position 1 (0F0), waiting for 0RECV_B0 (not issued by device 1" in fault.message
+    assert WITH_EXPERTS not in "".join(fault.message for fault in check_program(other).faults)
     with pytest.raises(InputError, match=WITH_EXPERTS):
         for_replicas(other, Parallelism(dp=4, pp=2, ep=2), tied=False)
     with pytest.raises(InputError, match="one queue per device: device"):

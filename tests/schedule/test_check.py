@@ -240,7 +240,7 @@ def test_a_transfer_says_who_takes_part() -> None:
     ):
         row = [replace(item, **change) if str(item) == "X0" else item for item in program.rows[1]]
         (fault,) = check_program(edited(program, 1, row)).faults
-        assert (fault.device, fault.what) == (1, message)
+        assert (fault.device, fault.message) == (1, message)
 
 
 def test_standstills_of_programs() -> None:
@@ -276,9 +276,9 @@ def test_standstills_of_programs() -> None:
     ):
         faults = check_program(Program.from_csv(f"{first}\n{second}")).faults
         assert len(faults) == len(starts)
-        assert all(fault.what.startswith(start) for fault, start in zip(faults, starts, strict=True))
+        assert all(fault.message.startswith(start) for fault, start in zip(faults, starts, strict=True))
         for fault in faults:
-            assert "missing" in fault.what or (words in fault.what and "[0B0]" in fault.rows)
+            assert "missing" in fault.message or (words in fault.message and "[0B0]" in fault.rows)
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def test_the_peak_is_the_least_limit() -> None:
                 less = [limit - (there == device) for there, limit in enumerate(peaks)]
                 (fault,) = check_order(order, Limits(activations=less)).faults
                 assert fault.device == device
-                assert f"makes it {peak} stage activations, more than the limit of {peak - 1}" in fault.what
+                assert f"makes it {peak} stage activations, more than the limit of {peak - 1}" in fault.message
 
 
 def test_positions_in_a_program_count_transfers_and_evaluation_stores_nothing() -> None:
@@ -364,14 +364,14 @@ FAR_OFF = [
 
 def test_what_is_far_off_is_named_and_takes_no_room() -> None:
     for row, microbatches, expected in FAR_OFF:
-        found = [fault.what for fault in check_order(Order(ONE, microbatches, (row,))).faults]
+        found = [fault.message for fault in check_order(Order(ONE, microbatches, (row,))).faults]
         assert len(found) == len(expected), found
         assert all(what.startswith(start) for what, start in zip(found, expected, strict=True)), found
 
 
 def test_transfers_that_are_far_off() -> None:
     order = Order.from_csv("0F0,0B0\n1F0,1B0", microbatches=HUGE)
-    found = [fault.what for fault in check_program(Program(order.placement, HUGE, order.rows)).faults]
+    found = [fault.message for fault in check_program(Program(order.placement, HUGE, order.rows)).faults]
     assert "0SEND_F0 to 0SEND_F999999999 are missing" in found
 
 
@@ -500,7 +500,7 @@ def test_a_long_joint_pass_is_checked_and_its_faults_show_its_beginning() -> Non
     assert check_order(order).ok and time_order(order, EQUAL_COSTS).span == 3 * PARTS / 2
     report = check_order(Order.from_csv(joint("B", "F")))
     beginning = "(0B0;0F0;0B1;0F1;...3996 more)OVERLAP_F_B"
-    assert report.faults[0].what == f"0B0 comes before the part of {beginning} that it needs"
+    assert report.faults[0].message == f"0B0 comes before the part of {beginning} that it needs"
     assert len(report.faults) == PARTS // 2 + 1
     assert max(len(str(fault)) for fault in report.faults) < 500
 

@@ -142,7 +142,7 @@ FAULTY = [
 def test_faults() -> None:
     for rows, mode, expected in FAULTY:
         order = order_of(rows, vocabulary=mode, placement=Placement.linear(rows.count("|") + 1))
-        found = [fault.what for fault in check_order(order).faults]
+        found = [fault.message for fault in check_order(order).faults]
         assert all(any(what.startswith(start) for what in found) for start in expected), found
         assert check_order(without_sharding(order)).ok
 
@@ -151,7 +151,7 @@ def test_a_row_that_evaluates_sums_nothing() -> None:
     order = order_of("0UNSHARD 0F0 0RESHARD", forward_only=True)
     assert check_order(order).ok and add_sharding(order, gathers=True, tied=False) == order
     (fault,) = check_order(order_of("0F0 0REDUCE_GRAD", forward_only=True)).faults
-    assert fault.what == "0REDUCE_GRAD is not allowed in an order that only evaluates"
+    assert fault.message == "0REDUCE_GRAD is not allowed in an order that only evaluates"
 
 
 # --- recomputation ----------------------------------------------------------------------------------------------------

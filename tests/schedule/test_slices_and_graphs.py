@@ -139,11 +139,11 @@ FAULTS = [
 def test_faults() -> None:
     for row, what in FAULTS:
         report = check_order(Order.from_csv(row))
-        assert [fault.what for fault in report.faults][:1] == ([what] if what else [])
+        assert [fault.message for fault in report.faults][:1] == ([what] if what else [])
     order = Order.from_csv("0F0,0F0.1,0F0.2,0B0.1,0B0", slices=2)
     assert "0F0.2 names a slice that does not exist; slices are 0 to 1" in str(check_order(order).faults[0])
     transfer = Program.from_csv("0F0,0SEND_F0.1,0B0\n1RECV_F0.1,1F0,1B0", slices=1)
-    assert any("0SEND_F0.1 is for a slice of a sequence" in fault.what for fault in check_program(transfer).faults)
+    assert any("0SEND_F0.1 is for a slice of a sequence" in fault.message for fault in check_program(transfer).faults)
 
 
 def test_sizes_are_read_from_the_rows() -> None:

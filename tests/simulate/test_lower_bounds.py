@@ -115,7 +115,7 @@ def test_a_slow_device_waits_at_the_start_and_at_the_end() -> None:
 
 def test_recomputation_is_work_but_part_of_no_chain() -> None:
     def bound(*again: float) -> float:
-        return best_bound(Placement.linear(2), 4, Costs(F=1, B=2), again=again).value
+        return best_bound(Placement.linear(2), 4, Costs(F=1, B=2), recomputation=again).value
 
     assert bound() == bound(0, 0) == 1 + 12 + 2
     assert bound(1, 0) == 16  # of the first device, more than 15

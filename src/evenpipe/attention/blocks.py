@@ -34,7 +34,7 @@ class Block:
 
 
 class _Run(NamedTuple):
-    """Adjacent tokens of one document that are also adjacent in the row."""
+    """Adjacent tokens of a document that are also adjacent in the row."""
 
     start: int
     stop: int

@@ -26,7 +26,7 @@ from evenpipe.errors import InputError
 
 
 class Carry:
-    """Keys, values and gradients of one sequence in one stage."""
+    """Keys, values and gradients of a sequence in one stage."""
 
     def __init__(self, ends: Sequence[int]) -> None:
         """ends: for each slice, the number of tokens of the sequence up to its end."""
@@ -63,7 +63,7 @@ class Carry:
 
 
 class Carries:
-    """The carries of one sequence in all stages of a process."""
+    """The carries of a sequence in all stages of a process."""
 
     def __init__(self, ends: Sequence[int]) -> None:
         """ends: as for `Carry`."""

@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The right of one run to write into a folder. Other processes of the run `join` it."""
+    """The right of a run to write into a folder. Other processes of the run `join` it."""
 
     folder: str
     """The real path."""

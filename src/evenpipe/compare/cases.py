@@ -90,7 +90,7 @@ def plan_cases(
     devices, microbatches: by default those of the first file. vocabularies: if empty, named schedules are balanced, and
     files are unchanged. costs: equal by default; with `offload`, one forward of a device stores 1 byte. options: of the
     generators; with several schedules, each uses those that it has. offload: as for `plan_order`; programs stay
-    unchanged. slices: as for `plan_order`; `costs` are those of one slice. edges: between the stages of files; chains
+    unchanged. slices: as for `plan_order`; `costs` are those of a slice. edges: between the stages of files; chains
     by default. replicas: what they share, and when; None if there is only one.
 
     Raises InputError for wrong names, sizes, options and files, listing every fault of an invalid file.

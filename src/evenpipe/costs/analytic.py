@@ -153,7 +153,7 @@ class Setting:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of one microbatch, or of a slice of it, on one device."""
+        """Tokens of a microbatch, or of a slice of it, on one device."""
         start, end = self.span
         return self.microbatch_size * (end - start) // self.axes.context.size
 
@@ -189,7 +189,7 @@ class Setting:
         return 1 / self.tensor if self.sequence_parallel else 1.0
 
     def hop_bytes(self, hidden_size: int) -> float:
-        """Bytes of one hop."""
+        """Bytes of a hop."""
         return self.tokens * hidden_size * self.element * self.hidden_share
 
     def exchange_seconds(self, hidden_size: int) -> float:
@@ -226,7 +226,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTime:
-    """Seconds of one layer and microbatch."""
+    """Seconds of a layer and microbatch."""
 
     forward: float = 0.0
     bare: float = 0.0
@@ -279,7 +279,7 @@ class LayerTime:
 
 
 def layer_time(work: LayerWork, setting: Setting) -> LayerTime:
-    """Return the times of one layer."""
+    """Return the times of a layer."""
     times, across, axes = [_computed(work, setting)], [], setting.axes
     if work.experts is not None:
         times.append(_of_experts(work, work.experts, setting))
@@ -454,7 +454,7 @@ def _exchanged(work: LayerWork, setting: Setting) -> LayerTime:
 
 def _exposed(work: LayerWork, setting: Setting, exchange: float, which: str, *, of_results: bool) -> float:
     """Return the time in which a layer's blocks only exchange the rows of their inputs, or `of_results`, and compute
-    nothing. exchange: time of one exchange. which: the product that uses or produces the rows."""
+    nothing. exchange: time of an exchange. which: the product that uses or produces the rows."""
     if not setting.overlaps:
         return BLOCKS * exchange
     overlapped = [sum(setting.product_seconds(product, which) for product in block) for block in work.gathered]
@@ -487,7 +487,7 @@ def _attention(work: LayerWork, setting: Setting) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadTime:
-    """Seconds per microbatch of an output layer or of one shard of it: its three products and the loss."""
+    """Seconds per microbatch of an output layer or of a shard of it: its three products and the loss."""
 
     forward: float
     inputs: float

@@ -28,7 +28,7 @@ def with_backward(order: Order, backward: str) -> Order:
 def _row(items: list[Pass], backward: str) -> list[Pass]:
     row: list[Pass] = []
     waiting: list[Pass] = []  # a W after the next I
-    for item in (part for joint in items for part in parts_of(joint)):
+    for item in (component for joint in items for component in parts_of(joint)):
         match item.kind:
             case Kind.R:
                 continue
@@ -74,7 +74,7 @@ def one_by_one(order: Order) -> Order:
     A pass depends only on passes of its own microbatch, so rows sorted by microbatch are valid.
     """
     rows = tuple(
-        tuple(sorted((part for item in order.passes(device) for part in parts_of(item)), key=_microbatch))
+        tuple(sorted((component for item in order.passes(device) for component in parts_of(item)), key=_microbatch))
         for device in range(order.devices)
     )
     return replace(order, rows=rows)

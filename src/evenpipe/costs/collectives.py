@@ -1,4 +1,4 @@
-"""Time of collectives: rings over the devices of one axis, inside a node and across nodes.
+"""Time of collectives: rings over the devices of an axis, inside a node and across nodes.
 
 In an all-gather or reduce-scatter over a ring of n devices, (n - 1) / n of the bytes pass through each device, after
 log2(n) latencies, rounded up (NCCL's tree for small messages). If members of an axis share a node, rings across nodes
@@ -86,9 +86,9 @@ class Pieces:
 
     exchange: str = "keys"
     """Between devices of the context axis: "keys"; "heads"; or "ring", the way other frameworks gather keys: from
-    neighbour to neighbour, and across nodes over the network card of one device."""
+    neighbour to neighbour, and across nodes over the network card of a device."""
     span: tuple[int, int] | None = None
-    """Of one slice: its first token (inclusive) and last (exclusive); None: sequences are not cut into slices."""
+    """Of a slice: its first token (inclusive) and last (exclusive); None: sequences are not cut into slices."""
     flash: bool = False
     """Attention on pieces is FlashAttention-2, or the model family's own, which the backward recomputes."""
 

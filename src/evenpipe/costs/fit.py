@@ -53,7 +53,7 @@ BETTER = 0.02
 
 
 class Sample(NamedTuple):
-    """Duration of one pass."""
+    """Duration of a pass."""
 
     seconds: tuple[float, ...]
     """Split by how many devices computed: first so few that none is slowed down, then one more each, up to all."""
@@ -74,7 +74,7 @@ Site = tuple[Kind, int]
 
 @dataclass(slots=True)
 class Samples:
-    """Measurements of one step, by site of passes and by class of transfers. joint: shares of joint passes."""
+    """Measurements of a step, by site of passes and by class of transfers. joint: shares of joint passes."""
 
     passes: dict[Site, list[Sample]] = field(default_factory=lambda: defaultdict(list))
     joint: dict[Site, list[Sample]] = field(default_factory=lambda: defaultdict(list))
@@ -153,7 +153,7 @@ def _pass_seconds(steps: Sequence[Samples], site: Site, contention: float) -> fl
 
 
 def _copy_seconds(traces: Sequence[Trace], kind: Kind) -> dict[int, float]:
-    """Return the time of copies of one kind, by stage."""
+    """Return the time of copies of a kind, by stage."""
     durations: dict[int, list[float]] = defaultdict(list)
     for copy in chain.from_iterable(row.copies for trace in traces for row in trace.devices):
         if copy.item.kind is kind:
@@ -211,10 +211,10 @@ def _passes(trace: Trace, free: int) -> list[list[Sample]]:
 
 def _add(samples: Samples, item: Pass, device: int, sample: Sample) -> None:
     if item.parts:
-        total = sum(WEIGHTS[part.kind] for part in item.parts)
-        for part in item.parts:
-            assert part.stage is not None
-            samples.joint[part.kind, part.stage].append(sample.times(WEIGHTS[part.kind] / total))
+        total = sum(WEIGHTS[component.kind] for component in item.parts)
+        for component in item.parts:
+            assert component.stage is not None
+            samples.joint[component.kind, component.stage].append(sample.times(WEIGHTS[component.kind] / total))
     elif item.kind in VOCABULARY_KINDS:
         samples.passes[item.kind, device].append(sample)
     elif item.kind in STAGE_KINDS:

@@ -44,7 +44,7 @@ def _whole(value: Any) -> Any:
 
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes of one number, by dtype."""
+"""Bytes of a number, by dtype."""
 
 
 @declare("wire")
@@ -57,7 +57,7 @@ class Wire:
     """Bytes per second and device, in one direction, for large messages."""
 
     def seconds(self, size: float) -> float:
-        """Return the time of one message of `size` bytes."""
+        """Return the time of a message of `size` bytes."""
         return self.latency_seconds + size / self.bandwidth
 
 

@@ -12,7 +12,7 @@ SMALLEST_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Bytes of one transfer in the measurement of the costs, and in a second one with smaller transfers."""
+    """Bytes of a transfer in the measurement of the costs, and in a second one with smaller transfers."""
 
     larger: float
     smaller: float

@@ -35,14 +35,14 @@ PASSES = ("F", "B", "I", "W")
 STAGE = {name: f"stage_{name}" for name in PASSES}
 """Names of the part of a stage's pass that does not depend on its layers: seconds per stage and microbatch."""
 LAYERS = (*PASSES, BARE)
-"""Passes of stages without that part: seconds of one microbatch in all layers of the model, in a pipeline with sharded
+"""Passes of stages without that part: seconds of a microbatch in all layers of the model, in a pipeline with sharded
 vocabulary layers."""
 PLAIN = {name: f"plain_{name}" for name in LAYERS}
 """Names of the same passes in a pipeline with unsharded vocabulary layers."""
 SHARDS = ("S", "C", "T", "E", "G")
-"""Passes of the vocabulary: seconds of one microbatch on one device, on average over devices."""
+"""Passes of the vocabulary: seconds of a microbatch on one device, on average over devices."""
 OUTPUT = {name: f"output_{name}" for name in PASSES}
-"""Names of the time that an unsharded output layer adds to the passes of the last stage: seconds of one microbatch."""
+"""Names of the time that an unsharded output layer adds to the passes of the last stage: seconds of a microbatch."""
 TRANSFERS = ("p2p", "broadcast", "statistics", "reduce", "embedding")
 MEASURED = (*LAYERS, *SHARDS, *PLAIN.values(), *OUTPUT.values(), *STAGE.values(), *TRANSFERS)
 

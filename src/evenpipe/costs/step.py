@@ -39,7 +39,7 @@ class Cut:
 def costs_of_cut(
     cut: Cut, layers: Sequence[LayerTime], setting: Setting, *, rows: int, hidden_size: int, contention: float = 1.0
 ) -> Costs:
-    """Return the seconds of all passes and transfers of one step.
+    """Return the seconds of all passes and transfers of a step.
 
     layers: with the correction `beside_whole` if vocabulary layers are not sharded. rows: of the embedding and of the
     output layer.

@@ -94,11 +94,11 @@ class TimedModel:
         """The distinct layers."""
         return tuple({id(work): work for work in self.works}.values())
 
-    def setting(self, recipe: Recipe, span: Span | None = None, *, together: bool = False) -> Setting:
+    def setting(self, recipe: Recipe, span: Span | None = None, *, all_devices: bool = False) -> Setting:
         """Return how a device computes whole sequences, or the slice `span`, under a recipe, while the same device of
-        all replicas computes; with `together`, while all devices of all replicas compute."""
+        all replicas computes; with `all_devices`, while all devices of all replicas compute."""
         parallelism, implementation = recipe.parallelism, self.implementation
-        computing = parallelism.gpus if together else _side_by_side(parallelism)
+        computing = parallelism.gpus if all_devices else _side_by_side(parallelism)
         correction = self.correction(recipe, span)
         flash = implementation.attention == "flash"
         hardware = self.hardware.with_flash_attention() if flash else self.hardware

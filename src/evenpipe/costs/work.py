@@ -50,7 +50,7 @@ class ExpertWork:
     choices: int
     """Number of experts that each token chooses."""
     width: int
-    """Width of one expert."""
+    """Width of an expert."""
     gated: bool
     parameters: int
     """Parameters of all experts."""

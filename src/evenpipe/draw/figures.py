@@ -86,7 +86,7 @@ def limit_text(panels: Iterable[Panel]) -> str:
 
 
 def busy_share(panel: Panel, device: int) -> float:
-    """The compute time of one device over the makespan."""
+    """The compute time of a device over the makespan."""
     return panel.timeline.busy[device] / panel.timeline.makespan if panel.timeline.makespan else 0.0
 
 

@@ -62,20 +62,20 @@ def colours_of(item: Item, stages: tuple[int, ...], slices: int = 1) -> tuple[st
     """The colours of a pass on a device that holds `stages`, with sequences of `slices` slices: one colour, or one per
     part of a joint pass."""
     parts = parts_of(item) if isinstance(item, Pass) else (item,)
-    return tuple(_shaded(part, stages, slices) for part in parts)
+    return tuple(_shaded(component, stages, slices) for component in parts)
 
 
-def _shaded(part: Item, stages: tuple[int, ...], slices: int) -> str:
+def _shaded(component: Item, stages: tuple[int, ...], slices: int) -> str:
     """The colour of a pass: shades run from the first stage to the last, and in each from the first slice to the
     last."""
-    colour = STYLES[part.kind].colour
-    if isinstance(part.kind, TransferKind):
+    colour = STYLES[component.kind].colour
+    if isinstance(component.kind, TransferKind):
         return colour
-    position, held = (stages.index(part.stage), len(stages)) if part.stage in stages else (0, 1)
-    slices = slices if part.microbatch is not None else 1
+    position, held = (stages.index(component.stage), len(stages)) if component.stage in stages else (0, 1)
+    slices = slices if component.microbatch is not None else 1
     shades_per_stage = min(slices, max(1, MOST_SHADES // held))
     return _shade(
-        colour, position * shades_per_stage + part.slice * shades_per_stage // slices, held * shades_per_stage
+        colour, position * shades_per_stage + component.slice * shades_per_stage // slices, held * shades_per_stage
     )
 
 

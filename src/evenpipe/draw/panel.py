@@ -97,19 +97,25 @@ class Panel:
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """Return, per device, the stages of its passes, ascending."""
         return tuple(
-            tuple(sorted({part.stage for event in row for part in parts(event) if part.stage is not None}))
+            tuple(
+                sorted({component.stage for event in row for component in parts(event) if component.stage is not None})
+            )
             for row in self.rows
         )
 
     @cached_property
     def slices(self) -> int:
         """The number of slices of a sequence."""
-        return 1 + max((part.slice for row in self.rows for event in row for part in parts(event)), default=0)
+        return 1 + max((component.slice for row in self.rows for event in row for component in parts(event)), default=0)
 
     def colours(self, event: Event) -> tuple[str, ...]:
         """One colour, or one per part of a joint pass."""
         item = event.item
-        parts = tuple((part.kind, part.stage, part.slice) for part in item.parts) if isinstance(item, Pass) else ()
+        parts = (
+            tuple((component.kind, component.stage, component.slice) for component in item.parts)
+            if isinstance(item, Pass)
+            else ()
+        )
         key = (item.kind, item.stage, item.slice, parts, event.device)
         colours = self._colours.get(key)
         if colours is None:
@@ -154,8 +160,8 @@ class Panel:
             return [(time, value) for time, value in memory[device]] if device < len(memory) else []
         changes = []
         for event in self.rows[device]:
-            for part in parts(event):
-                added = IN_FLIGHT.get(part.kind, 0)
+            for component in parts(event):
+                added = IN_FLIGHT.get(component.kind, 0)
                 if added:
                     changes.append((event.start if added > 0 else event.end, 0, float(added)))
         return list(held_over_time(changes))
@@ -177,7 +183,7 @@ def panels_of(timelines: Timelines) -> tuple[Panel, ...]:
 def kinds_in(panels: Iterable[Panel]) -> tuple[Kind, ...]:
     """Kinds of pass that take time in at least one panel, in the order of legends."""
     timed = (event for panel in panels for row in panel.rows for event in row if event.end > event.start)
-    kinds = {part.kind for event in timed for part in parts(event)}
+    kinds = {component.kind for event in timed for component in parts(event)}
     return tuple(kind for kind in STYLES if isinstance(kind, Kind) and kind in kinds)
 
 

@@ -249,15 +249,15 @@ class _Page:
 
 def _name(panel: Panel, event: Event) -> str:
     """The name of a pass: F3, f3 or F4/3, and F3&b2 for a joint pass."""
-    return "&".join(f"{_letter(panel, event.device, part)}{unit_text(part)}" for part in parts(event))
+    return "&".join(f"{_letter(panel, event.device, component)}{unit_text(component)}" for component in parts(event))
 
 
-def _letter(panel: Panel, device: int, part: Pass) -> str:
+def _letter(panel: Panel, device: int, component: Pass) -> str:
     """The kind of a pass, and its stage if the device has several."""
-    letter, stages = _LETTER.get(part.kind, part.kind.value), panel.stages[device]
-    if len(stages) > 2 and part.stage is not None:
-        return f"{letter}{part.stage}/"
-    return letter.lower() if part.stage in stages[1:] else letter
+    letter, stages = _LETTER.get(component.kind, component.kind.value), panel.stages[device]
+    if len(stages) > 2 and component.stage is not None:
+        return f"{letter}{component.stage}/"
+    return letter.lower() if component.stage in stages[1:] else letter
 
 
 def _labels(panel: Panel, cells: list[list[Segment]], step: float) -> dict[int, tuple[str, int]]:

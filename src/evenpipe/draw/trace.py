@@ -164,9 +164,9 @@ def _hops(panel: Panel) -> Iterator[tuple[Event, Event]]:
         return
     runs: dict[tuple[bool, int | None, int | None, int], Event] = {}
     for event in chain.from_iterable(panel.rows):
-        for part in parts(event):
-            if part.kind is Kind.F or part.kind in _BACKWARD:
-                runs[part.kind is Kind.F, part.stage, part.microbatch, part.slice] = event
+        for component in parts(event):
+            if component.kind is Kind.F or component.kind in _BACKWARD:
+                runs[component.kind is Kind.F, component.stage, component.microbatch, component.slice] = event
     for (forward, stage, microbatch, slice_), event in runs.items():
         if stage is None:
             continue

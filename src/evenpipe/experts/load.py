@@ -43,7 +43,7 @@ class Load:
             if self._seen:  # remains of a failed step
                 with _disable_current_modes():  # the counts are not a tensor of this pass
                     self._forget()
-        stage_and_unit = self._running.place
+        stage_and_unit = self._running.stage_unit
         if not self._is_on or stage_and_unit is None or (stage_and_unit, layer) in self._seen:
             return
         self._seen.add((stage_and_unit, layer))

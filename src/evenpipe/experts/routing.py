@@ -13,7 +13,7 @@ class Running(Protocol):
 
     step: int
     """Counts steps and evaluations."""
-    place: tuple[int, int] | None
+    stage_unit: tuple[int, int] | None
     """Stage and unit of the pass; None: no backward follows."""
 
 
@@ -37,7 +37,7 @@ class Routing:
         if self._running.step != self._step:  # remains of a failed step
             self._layouts.clear()
             self._step = self._running.step
-        stage_and_unit = self._running.place
+        stage_and_unit = self._running.stage_unit
         if stage_and_unit is None:
             return make()
         if (stage_and_unit, layer) not in self._layouts:
@@ -46,5 +46,5 @@ class Routing:
 
     def end(self, layer: str) -> None:
         """Release a layer's layout, in its backward, which is the last to need it."""
-        assert self._running.place is not None
-        del self._layouts[self._running.place, layer]
+        assert self._running.stage_unit is not None
+        del self._layouts[self._running.stage_unit, layer]

@@ -54,9 +54,9 @@ class FileCopies:
         """Copy to the host, after the work queued on the device."""
         return self._submit(self._out, FileSlab.write, moves, self._last_back)
 
-    def back(self, moves: Sequence[Move], behind: Ticket) -> Ticket:
+    def back(self, moves: Sequence[Move], after: Ticket) -> Ticket:
         """Copy to the device, after the copies that brought the data to the host."""
-        self._last_back = self._submit(self._back, FileSlab.read, moves, behind)
+        self._last_back = self._submit(self._back, FileSlab.read, moves, after)
         return self._last_back
 
     def wait(self, ticket: Ticket) -> None:
@@ -71,10 +71,10 @@ class FileCopies:
         for threads in {self._out, self._back}:
             threads.shutdown(wait=True, cancel_futures=True)
 
-    def _submit(self, threads: ThreadPoolExecutor, move: _Move, moves: Sequence[Move], behind: Ticket | None) -> Ticket:
+    def _submit(self, threads: ThreadPoolExecutor, move: _Move, moves: Sequence[Move], after: Ticket | None) -> Ticket:
         addresses = [(slot, storage.data_ptr(), storage.nbytes()) for storage, slot in moves]
         stamps: list[float] = []
-        out_is_over = None if behind is None else behind.over
+        out_is_over = None if after is None else after.over
         return Ticket(threads.submit(self._copy, move, addresses, out_is_over, stamps), stamps)
 
     def _copy(
@@ -110,8 +110,8 @@ class StreamCopies:
             self._out.wait_event(self._last_back)
         return self._copy(self._out, moves, to_host=True)
 
-    def back(self, moves: Sequence[Move], behind: Ticket) -> Ticket:
-        self._back.wait_event(behind.over)
+    def back(self, moves: Sequence[Move], after: Ticket) -> Ticket:
+        self._back.wait_event(after.over)
         ticket = self._copy(self._back, moves, to_host=False)
         self._last_back = None if self._out is self._back else ticket.over
         return ticket

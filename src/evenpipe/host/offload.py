@@ -78,7 +78,7 @@ class Packed:
 
 @dataclass(slots=True)
 class _Moved:
-    """The tensors of one microbatch on their way to the host, there, or on their way back."""
+    """The tensors of a microbatch on their way to the host, there, or on their way back."""
 
     memories: list[_Memory]
     slots: list[Slot]
@@ -89,7 +89,7 @@ class _Moved:
 
 
 Stash = list[ReferenceType[_Memory]]
-"""Storages saved by F of one microbatch, as long as they are on the device."""
+"""Storages saved by F of a microbatch, as long as they are on the device."""
 
 
 class Activations:

@@ -35,7 +35,7 @@ from evenpipe.words import refused
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BUCKET_BYTES = 64 * 2**20
-"""Bytes of one moment. Three buckets of two moments are on a GPU at a time: one comes, one is updated, one leaves."""
+"""Bytes of a moment. Three buckets of two moments are on a GPU at a time: one comes, one is updated, one leaves."""
 _WIDTH = 64
 """Elements. Cuts of a parameter at multiples of it do not change the bits of a fused update."""
 
@@ -60,7 +60,7 @@ class HostAdamW(torch.optim.AdamW):
         share: share of all elements, 0 to 1, whose moments are on the host: whole parameters, the largest first, as
             many as fit.
         directory: on the CPU, directory of the file; None: the system's directory for temporary files.
-        bucket_bytes: bytes of one moment per bucket.
+        bucket_bytes: bytes of a moment per bucket.
         options: as for `torch.optim.AdamW`, except amsgrad, capturable and differentiable.
 
     Raises:

@@ -99,17 +99,17 @@ def _unsupported_reason(item: Item | None) -> str:
         return ""
     if isinstance(item, Transfer) and item.kind not in HOP_KINDS:
         return f"{item} is a collective of the vocabulary layers, which torch's runtime does not have; {_WITHOUT}"
-    for part in parts_of(item) if isinstance(item, Pass) else (item,):
-        if part.kind in {Kind.R, *OFFLOAD_KINDS}:
+    for component in parts_of(item) if isinstance(item, Pass) else (item,):
+        if component.kind in {Kind.R, *OFFLOAD_KINDS}:
             return (
-                f"{part} recomputes, offloads or loads activations, which torch's runtime cannot schedule; "
+                f"{component} recomputes, offloads or loads activations, which torch's runtime cannot schedule; "
                 "take the order without it, and checkpoint inside the stage's module"
             )
-        if part.stage is None and part.kind is not Kind.OVERLAP_F_B:
-            return f"{part} is a pass of the vocabulary layers, which torch's runtime does not have; {_WITHOUT}"
-        if part.slice:
+        if component.stage is None and component.kind is not Kind.OVERLAP_F_B:
+            return f"{component} is a pass of the vocabulary layers, which torch's runtime does not have; {_WITHOUT}"
+        if component.slice:
             return (
-                f"{part} is for a slice of a sequence, but torch's runtime does not cut sequences; "
+                f"{component} is for a slice of a sequence, but torch's runtime does not cut sequences; "
                 "take an order without slices"
             )
     return ""

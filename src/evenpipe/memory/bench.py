@@ -1,4 +1,4 @@
-"""Runs the passes of one stage under the tracker, as the runtime executes them, one microbatch after another."""
+"""Runs the passes of a stage under the tracker, as the runtime executes them, one microbatch after another."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class _Queue(WeightGradients):
 
 
 class Bench:
-    """Runs the passes of one stage.
+    """Runs the passes of a stage.
 
     Args:
         stage: a stage whose tensors the tracker counts.
@@ -307,7 +307,7 @@ class Bench:
         initial = self._live
         hidden = torch.empty(self._shape, dtype=self._dtype)
         size = self._live - initial
-        self._running.place = KEY
+        self._running.stage_unit = KEY
         graph = self._forward(hidden, "forward", split=split)
         stored = self._live - initial - size
         held = [hidden] if self._holds_input else []
@@ -322,7 +322,7 @@ class Bench:
             self._queue.begin(KEY)
         with self._passing(prefix + ("input" if split else "backward"), backwards=True):
             (input_gradient,) = graph.backward((gradient,))
-        self._queue.under_way = self._running.place = None
+        self._queue.under_way = self._running.stage_unit = None
         del graph, gradient
         held.clear()
         queued = self._live - initial - size
@@ -343,7 +343,7 @@ class Bench:
         with torch.no_grad(), self._passing("bare forward"):
             output = self._run(hidden)
         del output
-        self._running.place = KEY
+        self._running.stage_unit = KEY
         self._forward(hidden, "recompute", keep_all=True)
 
     @property

@@ -1,4 +1,4 @@
-"""The bytes of one microbatch, pass by pass: the output of the trace and the input of the replay.
+"""The bytes of a microbatch, pass by pass: the output of the trace and the input of the replay.
 
 All bytes are for one GPU (already divided by tensor and context parallelism). "Above" means above the live bytes at the
 start of the pass, when its inputs were live and its result was not.
@@ -41,7 +41,7 @@ class PartBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassPeaks:
-    """Peaks within the passes of one stage, above. The gradients of parameters exist already, except for the peaks
+    """Peaks within the passes of a stage, above. The gradients of parameters exist already, except for the peaks
     called `first_...`."""
 
     forward: int = 0
@@ -68,13 +68,13 @@ class PassPeaks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
-    """Bytes of one stage and one microbatch."""
+    """Bytes of a stage for a microbatch."""
 
     input: int
     """The stage's input, received or computed here: live from before F until the end of B (or I), if `saves_input`."""
     output: int
     """The output of F, until it is sent or used; the gradient for B has the same size. As large as the input, except in
-    a first stage that gets all tokens and returns those of one tensor rank."""
+    a first stage that gets all tokens and returns those of a tensor rank."""
     stored: int
     """Stored by F for the backward, besides its input and its output."""
     moved: int | None = None
@@ -125,7 +125,7 @@ class StageBytes:
 
     @property
     def copied(self) -> int:
-        """Bytes of a copy of one microbatch's activations to the host, if its forward keeps its graph."""
+        """Bytes of a copy of a microbatch's activations to the host, if its forward keeps its graph."""
         return self._of_graph if self.moved is None else self.moved
 
     @property
@@ -155,7 +155,7 @@ class LayerBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingBytes:
-    """Bytes of the embedding of one device and one microbatch."""
+    """Bytes of the embedding of a device for a microbatch."""
 
     rows: int = 0
     """Rows that this device contributes (E), or their gradients (G)."""
@@ -195,7 +195,7 @@ class OutputPeaks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyBytes:
-    """Bytes of the vocabulary layers of one device and one microbatch; zeros if it has none. All fields but `embedding`
+    """Bytes of the vocabulary layers of a device for a microbatch; zeros if it has none. All fields but `embedding`
     describe the output layer."""
 
     embedding: EmbeddingBytes = field(default_factory=EmbeddingBytes)
@@ -252,7 +252,7 @@ TERMS = ("parameters", "gradients", "optimizer", "activations", "carry", "vocabu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """The peak of one device, and its parts at that moment."""
+    """The peak of a device, and its parts at that moment."""
 
     peak: int
     """Bytes of tensors: `torch.cuda.max_memory_allocated` without the rounding of the allocator."""

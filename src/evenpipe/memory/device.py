@@ -1,4 +1,4 @@
-"""All bytes of one device: for its stages, its vocabulary layers, its parameters and the framework."""
+"""All bytes of a device: for its stages, its vocabulary layers, its parameters and the framework."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StageHeld(NamedTuple):
 
 
 class SliceBytes(NamedTuple):
-    """Bytes of one slice of every sequence of a microbatch, or of whole sequences if they are not cut."""
+    """Bytes of a slice of every sequence of a microbatch, or of whole sequences if they are not cut."""
 
     stages: Mapping[int, StageBytes]
     vocabulary: VocabularyBytes
@@ -41,7 +41,7 @@ class SliceBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBytes:
-    """Bytes of one device."""
+    """Bytes of a device."""
 
     slices: tuple[SliceBytes, ...]
     state: StateBytes

@@ -1,4 +1,4 @@
-"""Exchanges of one tensor rank, and of one member of an expert group, without the others: for tensors without
+"""Exchanges of a tensor rank, and of a member of an expert group, without the others: for tensors without
 memory."""
 
 from __future__ import annotations

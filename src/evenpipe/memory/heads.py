@@ -1,4 +1,4 @@
-"""The whole output layer and loss of other frameworks, on the GPUs of one tensor-parallel group.
+"""The whole output layer and loss of other frameworks, on the GPUs of a tensor-parallel group.
 
 A linear layer and a cross-entropy at the end of the last stage, on all n tokens. What the losses allocate per logit:
 

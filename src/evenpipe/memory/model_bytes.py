@@ -1,4 +1,4 @@
-"""Data shared by estimates of one model: its parameters, its programs, its traced stages."""
+"""Data shared by estimates of a model: its parameters, its programs, its traced stages."""
 
 from __future__ import annotations
 

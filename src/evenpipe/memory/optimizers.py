@@ -46,7 +46,7 @@ class Trained:
 
 
 def trained_tensor(shape: Sequence[int], *, matrix: bool, elements: int | None = None) -> Trained:
-    """Return the counts of one parameter.
+    """Return the counts of a parameter.
 
     Args:
         matrix: whether Muon orthogonalises it.
@@ -97,8 +97,8 @@ def bytes_in_step(optimizer: str, trained: Trained, *, master: int, shards: int)
     """Return the maximum bytes of temporaries in a step.
 
     Muon needs the momentum of a matrix in bf16, and four more copies of it during orthogonalisation; with shards, two
-    rounds of rows of one matrix per shard, and a whole matrix for each round. Adafactor needs the updates of a bucket,
-    or of one parameter if parameters are not sharded.
+    rounds of rows of a matrix per shard, and a whole matrix for each round. Adafactor needs the updates of a bucket,
+    or of a parameter if parameters are not sharded.
 
     Args:
         master: bytes of an element of the parameters.

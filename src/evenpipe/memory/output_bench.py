@@ -1,4 +1,4 @@
-"""Runs S, C and T of one device under the tracker, on tensors without memory.
+"""Runs S, C and T of a device under the tracker, on tensors without memory.
 
 They are the functions that the runtime calls (`runtime/vocabulary_layers.py`), in its order. Products, kernels and
 lists of targets are replaced by functions that allocate the same memory as those of a machine.

@@ -61,7 +61,7 @@ class _MaskOfPiece(Mask):
     """Blocks are computed from the real positions of the piece; evaluating the predicate on them allocates as usual."""
 
     def _real(self) -> Mask:
-        """Return the mask of one row."""
+        """Return the mask of a row."""
         assert isinstance(self.row_context, _ContextOfPiece)
         row_context = RowContext(*self.row_context.piece.places, self.row_context.exchange, self.row_context.length)
         return Mask(row_context, self._predicate, 1, separate=False)
@@ -176,7 +176,7 @@ class PieceBench:
 
 
 class CarriedBytes(NamedTuple):
-    """Bytes of one layer's carry."""
+    """Bytes of a layer's carry."""
 
     keys: int
     gradients: int

@@ -53,7 +53,7 @@ class Overheads:
     context: Range = NOTHING
     """Bytes of the driver's context, with its loaded kernels."""
     communicator: Range = NOTHING
-    """Bytes of one communicator."""
+    """Bytes of a communicator."""
     fragments: Range = NOTHING
     """Reserved beyond the allocated bytes, as a share of them."""
     context_parallel: Range = NOTHING
@@ -108,7 +108,7 @@ def overheads_of(hardware: Hardware | None) -> Overheads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMemory:
-    """Bytes of one device."""
+    """Bytes of a device."""
 
     allocated: int
     reserved: int

@@ -25,7 +25,7 @@ from .stretches import LineProfile, LineStretch
 
 
 class TraceFiles:
-    """The traces of one model."""
+    """The traces of a model."""
 
     def __init__(self, folder: Path, model: str) -> None:
         """model: key that identifies the model."""

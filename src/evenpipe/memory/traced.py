@@ -96,7 +96,7 @@ class Tracing:
 
 
 class StageTracer:
-    """Traces the stages of one model.
+    """Traces the stages of a model.
 
     Args:
         cut: how layers are cut over several tensor ranks.

@@ -12,7 +12,7 @@ are freed, without waiting for a garbage collector. Operations in backwards are 
 operation are not. The counterpart for steps of a pipeline, with every pass by name, is `evenpipe.runtime.accounting`,
 which counts the same bytes.
 
-While operations are watched, autograd sums gradients of one tensor out of place instead of in place
+While operations are watched, autograd sums gradients of a tensor out of place instead of in place
 (`can_accumulate_inplace` in torch's input_buffer.cpp): both modules count one tensor of that size that an unwatched run
 does not allocate.
 """

@@ -1,4 +1,4 @@
-"""Bytes of the embedding and the output layer of one device and one microbatch.
+"""Bytes of the embedding and the output layer of a device for a microbatch.
 
 Tokens are assumed to be spread evenly over the vocabulary. Real text is not: small ids are frequent, and the first
 shard owns most of them.
@@ -34,7 +34,7 @@ class VocabularyShape:
     sequences: int
     """Sequences per microbatch."""
     tokens: int
-    """Tokens of one sequence on this GPU."""
+    """Tokens of a sequence on this GPU."""
     labelled: int | None = None
     """Tokens of a microbatch that have a label; None: all but the last of each sequence."""
     dtype: torch.dtype = torch.bfloat16
@@ -69,7 +69,7 @@ def vocabulary_bytes(
     tensor_parallel: int = 1,
     own_rows: bool = False,
 ) -> VocabularyBytes:
-    """Return the bytes of one device and one microbatch, without those of parameters.
+    """Return the bytes of a device for a microbatch, without those of parameters.
 
     Args:
         mode: mode of the vocabulary. If it is whole ("first-last", "redistribute"), only the devices of the first and
@@ -110,7 +110,7 @@ def vocabulary_bytes(
 
 
 def batch_bytes(tokens: int, *, machine: Machine = "gpu", shards: int = 1) -> int:
-    """Return the bytes of the inputs of one step on one device, which live throughout the step.
+    """Return the bytes of the inputs of a step on one device, which live throughout the step.
 
     Token weights in fp32; the tokens sorted by owner if every device holds a part of the embedding; and on a CPU token
     ids, labels and targets, which otherwise stay in host memory.

@@ -43,7 +43,7 @@ from evenpipe.schedule.rules import IN_FLIGHT, KEEPS, Kept, changes
 EARLIER_STEPS = 2
 """After this many steps, all further steps are alike."""
 SENDS_IN_FLIGHT = 2
-"""As in `runtime/values.py`: a third transfer of one kind to the same device waits for the first."""
+"""As in `runtime/values.py`: a third transfer of the same kind to the same device waits for the first."""
 
 
 @collecting_rarely()

@@ -135,7 +135,7 @@ class _Probe:
         extras: Sequence[torch.Tensor | None] = (),
         rows: torch.Tensor | None = None,
     ) -> _Record:
-        """Return the record of one forward in which layers return, and the model requires, what `form` says.
+        """Return the record of a forward in which layers return, and the model requires, what `form` says.
 
         extras: the first tensors that layers return besides the hidden states.
         """

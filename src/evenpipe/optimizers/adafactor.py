@@ -102,7 +102,7 @@ class Adafactor(torch.optim.Adafactor):
 
 @dataclass(slots=True)
 class _Update:
-    """The update of one parameter. A parameter without a gradient contributes zeros to sums."""
+    """The update of a parameter. A parameter without a gradient contributes zeros to sums."""
 
     held: HeldParameter
     group: dict[str, Any]
@@ -118,7 +118,7 @@ class _Update:
 
     @property
     def _by_rows(self) -> bool:
-        """Whether processes have rows of one matrix, rather than whole matrices."""
+        """Whether processes have rows of a matrix, rather than whole matrices."""
         return len(self.held.shape) == 2 and self.held.communicator is not None
 
     @property

@@ -39,7 +39,7 @@ from evenpipe.parallel.grid import COPIES, EXPERT_COPIES
 
 BUCKET_ELEMENTS = 1 << 24
 """Approximate number of elements that are reduced together. This bounds the memory of the buffers, which is twice that
-of one bucket."""
+of a bucket."""
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +105,7 @@ class _Sharded:
 
 @dataclass(slots=True)
 class _Holder:
-    """The parameters of one all-gather."""
+    """The parameters of an all-gather."""
 
     module: FSDPModule
     gather: _AllGather

@@ -15,7 +15,7 @@ class Running:
     """Counts steps and evaluations."""
     text: str = ""
     """Text of the pass, for messages."""
-    place: tuple[int, int] | None = None
+    stage_unit: tuple[int, int] | None = None
     """Stage and unit of its forward or backward; None in an evaluation, where no backward follows."""
     repeats: bool = False
     """Whether it repeats a forward whose backward follows immediately (R)."""

@@ -41,20 +41,20 @@ class Fused:
         return gathered, products
 
     def sum_products(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None, rest: Tensor | None = None
+        self, pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None, addend: Tensor | None = None
     ) -> Tensor:
-        """Return this rank's rows [n/t, out] of the sum over ranks of products and `rest`. Only a single product
-        without `rest` is fused with its sum."""
+        """Return this rank's rows [n/t, out] of the sum over ranks of products and `addend`. Only a single product
+        without `addend` is fused with its sum."""
         assert bias is None
         (rows, matrix), *remaining = pairs
-        if not remaining and rest is None:
+        if not remaining and addend is None:
             summed: Tensor = self._scatter(rows, matrix, "sum", 0, self._group_name)
             self._ranks.started("sum")
             return summed
         total = rows @ matrix
         for rows, matrix in remaining:
             total += rows @ matrix
-        return self._ranks.scatter(total if rest is None else total.add_(rest))
+        return self._ranks.scatter(total if addend is None else total.add_(addend))
 
 
 def fused_operations() -> tuple[Callable[..., Any], Callable[..., Any]]:

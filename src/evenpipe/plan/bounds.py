@@ -79,7 +79,7 @@ def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0, *, s
     dense += matrices * description.vocabulary_size * description.hidden_size
     devices = parallelism.tp * parallelism.pp
     share = Parameters(dense / devices, experts / devices / parallelism.ep)
-    step_setting = problem.setting(layout, together=True)
+    step_setting = problem.setting(layout, all_devices=True)
     pass_seconds = max(work / parallelism.pp, busiest) * layout.microbatches
     by_layer, by_part = exchanged_parts(problem, layout)
     parts = -(-problem.layers // parallelism.pp) if by_part else 1
@@ -91,7 +91,7 @@ def layout_bound(problem: Problem, layout: Recipe, host_share: float = 0.0, *, s
 
 
 def work_bound(problem: Problem, configuration: Configuration, *, traced: bool = False) -> Bound:
-    """Return the bound of one configuration: the work of its busiest device, including recomputation. traced: trace
+    """Return the bound of a configuration: the work of its busiest device, including recomputation. traced: trace
     the memory of layers, which takes longer."""
     recomputation, shortfall, device = _memory_floor(problem, configuration, traced=traced)
     busy = least_work(problem, configuration)
@@ -103,7 +103,7 @@ def work_bound(problem: Problem, configuration: Configuration, *, traced: bool =
 
 
 def order_bound(problem: Problem, configuration: Configuration, recomputation: Sequence[float] = ()) -> float:
-    """Return a bound of one configuration without recomputation except that of `work_bound`: no order of its passes
+    """Return a bound of a configuration without recomputation except that of `work_bound`: no order of its passes
     that holds as few microbatches is shorter."""
     shape, mode = configuration.shape, configuration.recipe.mode
     stages = shape.placement.stages // shape.placement.devices
@@ -121,7 +121,7 @@ def order_bound(problem: Problem, configuration: Configuration, recomputation: S
         split=shape.split,
         vocabulary=mode,
         max_in_flight=[held + mode.barriers * stages for held in _in_flight(problem, configuration).stages],
-        again=[seconds / slices for seconds in recomputation],
+        recomputation=[seconds / slices for seconds in recomputation],
         proved=True,
     )
     return bound.value + end_seconds(problem, configuration)
@@ -247,7 +247,7 @@ def _share(shortfall: float, freed: float, layers: int) -> float:
 
 
 def logits_bytes(problem: Problem, configuration: Configuration, setting: Setting) -> list[float]:
-    """Return the bytes of one microbatch's logits, or of tensors of that size, per device."""
+    """Return the bytes of a microbatch's logits, or of tensors of that size, per device."""
     placement = configuration.shape.placement
     devices = placement.devices
     if setting.kernels.loss == "chunked":

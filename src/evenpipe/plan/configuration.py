@@ -31,7 +31,7 @@ class Configuration:
     """Fields of the recipe that are left to the evaluation (`LEAST`): "activation_checkpointing" or "offload". Empty in
     an evaluated plan, whose recipe has one checkpointing policy per layer."""
     copy_seconds: tuple[float, ...] = ()
-    """Time of one copy to the host, by stage, in an evaluated plan with copies; its recipe has the relative times, in
+    """Time of a copy to the host, by stage, in an evaluated plan with copies; its recipe has the relative times, in
     `offload.copy_time`."""
     host_share: float | None = 0.0
     """Share of the optimizer's moments on the host; None: open (not in an evaluated plan)."""

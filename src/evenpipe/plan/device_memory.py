@@ -22,7 +22,7 @@ from .problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """The memory of one device."""
+    """The memory of a device."""
 
     peak_bytes: int
     """Most bytes allocated."""
@@ -45,7 +45,7 @@ def device_uses(problem: Problem, configuration: Configuration, program: Program
 
 
 def device_use(problem: Problem, configuration: Configuration, program: Program, device: int) -> DeviceUse:
-    """Return the memory of one device. Raises as `device_uses`."""
+    """Return the memory of a device. Raises as `device_uses`."""
     source, recipe = problem.bytes, _running(configuration, program)
     share = configuration.host_share or 0.0
     settings = settings_of(problem.description, recipe, offloaded=share, **how_estimated(problem))
@@ -60,7 +60,7 @@ def device_use(problem: Problem, configuration: Configuration, program: Program,
 
 
 def copied(problem: Problem, configuration: Configuration, program: Program) -> tuple[int, ...]:
-    """Return, by stage, the bytes of a copy of one microbatch's activations to the host. Arguments and errors as for
+    """Return, by stage, the bytes of a copy of a microbatch's activations to the host. Arguments and errors as for
     `device_uses`."""
     settings = settings_of(problem.description, _running(configuration, program), **how_estimated(problem))
     return copied_bytes(problem.bytes, Planned(program, configuration.layers_per_stage), settings)

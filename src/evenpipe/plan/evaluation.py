@@ -274,7 +274,7 @@ def end_seconds(problem: Problem, configuration: Configuration) -> float:
     """Return the time after the last pass, on the device with the most parameters. All devices are busy during it."""
     recipe, parameters = configuration.recipe, parameters_per_device(problem, configuration)
     device = max(range(len(parameters)), key=lambda device: parameters[device].all)
-    largest, setting = parameters[device], problem.setting(recipe, together=True)
+    largest, setting = parameters[device], problem.setting(recipe, all_devices=True)
     overlapped = overlapped_passes(problem, configuration, device)
     seconds = step_end_seconds(largest, setting, zero=recipe.parallelism.zero, overlap=overlapped)
     if not configuration.host_share:
@@ -304,7 +304,7 @@ def overlapped_passes(problem: Problem, configuration: Configuration, device: in
 
 def exchanged_parts(problem: Problem, layout: Recipe) -> tuple[bool, bool]:
     """Return whether replicas exchange layer by layer, for every microbatch, and whether they exchange part by part at
-    all. Frameworks whose programs do not gather parameters hold the full parameters of one layer at a time."""
+    all. Frameworks whose programs do not gather parameters hold the full parameters of a layer at a time."""
     exchanges, zero = problem.implementation.exchanges, layout.parallelism.zero
     by_layer = zero == 3 and exchanges in {"layers", "whole"}
     return by_layer, by_layer or (zero in {0, 3} and exchanges != "whole")
@@ -441,7 +441,7 @@ def _recomputing(problem: Problem, configuration: Configuration, microbatches: i
         count = len(layers[device])
         ladders[device] = _ladder(count)
         if use(device, count).peak_bytes >= memory.peak_bytes:  # with "none" the host holds more than this accounts for
-            ladders[device] = _ladder(count, between="none")
+            ladders[device] = _ladder(count, middle="none")
         last = len(ladders[device]) - 1
         if not fits(device, last):
             full = _memory_with(problem, configuration, ("full",) * problem.layers, microbatches, quick=True)
@@ -473,10 +473,10 @@ def _recomputing(problem: Problem, configuration: Configuration, microbatches: i
     return attempt
 
 
-def _ladder(layers: int, between: str = "selective") -> list[tuple[str, ...]]:
-    """Return the policies of a device's layers, in steps of increasing recomputation. between: the policy of layers
+def _ladder(layers: int, middle: str = "selective") -> list[tuple[str, ...]]:
+    """Return the policies of a device's layers, in steps of increasing recomputation. middle: the policy of layers
     before they keep only their input."""
-    steps = [("none", between)] * (between != "none") + [(between, "full")]
+    steps = [("none", middle)] * (middle != "none") + [(middle, "full")]
     ladder = [("none",) * layers]
     for weaker, stronger in steps:
         ladder += [(stronger,) * count + (weaker,) * (layers - count) for count in range(1, layers + 1)]

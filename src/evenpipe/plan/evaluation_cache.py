@@ -27,7 +27,7 @@ _CHOSEN = ("open", "copy_seconds", "host_share")
 
 
 class EvaluationCache:
-    """Evaluations of one problem, by configuration; without a path, nothing is written to disk."""
+    """Evaluations of a problem, by configuration; without a path, nothing is written to disk."""
 
     def __init__(self, path: Path | None = None, entries: dict[str, Any] | None = None) -> None:
         self._path, self._entries = path, entries or {}

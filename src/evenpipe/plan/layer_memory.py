@@ -22,7 +22,7 @@ from .problem import Problem
 
 
 class LayerUse(NamedTuple):
-    """Bytes of one layer and microbatch."""
+    """Bytes of a layer and microbatch."""
 
     waiting: float
     """Between its forward and its backward: what it adds to a stage, possibly without its input."""

@@ -76,7 +76,7 @@ class Shape:
 
 
 class Programs:
-    """The orders and programs of one model during a search: equal ones are arranged only once."""
+    """The orders and programs of a model during a search: equal ones are arranged only once."""
 
     def __init__(self, model: ModelCosts) -> None:
         self._model = model

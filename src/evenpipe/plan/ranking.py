@@ -32,7 +32,7 @@ REJECTED = 8
 FIXES = 3
 """Number of fixes to offer for each of them."""
 
-# --- figures of one plan -------------------------------------------------------------------------------------
+# --- figures of a plan -------------------------------------------------------------------------------------
 
 
 def tokens_per_second(problem: Problem, plan: Evaluation) -> float:

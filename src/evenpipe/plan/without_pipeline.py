@@ -20,7 +20,7 @@ KINDS: dict[Literal[0, 1, 2, 3], str] = {0: "whole replicas", 1: "ZeRO-1", 2: "Z
 
 @dataclass(frozen=True, slots=True)
 class WithoutPipeline:
-    """The best layout of one kind; without a plan, the configuration that comes nearest."""
+    """The best layout of a kind; without a plan, the configuration that comes nearest."""
 
     kind: str
     plan: Evaluation | None

@@ -11,7 +11,7 @@ Documents = Literal["joined", "separate"]
 
 @declare()
 class BatchShape:
-    """Sizes of one replica's part of a step's batch, and what shares a sequence.
+    """Sizes of a replica's part of a step's batch, and what shares a sequence.
 
     Raises InputError for a value that is not accepted; the sentence names it.
     """

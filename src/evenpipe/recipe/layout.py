@@ -238,7 +238,7 @@ def without_vocabulary(order: Order) -> Order:
 
 
 def _only_on(holder: int, rows: int, devices: int, ranks: int) -> tuple[Shard, ...]:
-    """All rows on the tensor ranks of one device, none on the others."""
+    """All rows on the tensor ranks of a device, none on the others."""
     leading, trailing = (Shard(0, 0, rows),), (Shard(rows, rows, rows),)
     return (*leading * (holder * ranks), *shards_of(rows, ranks), *trailing * ((devices - 1 - holder) * ranks))
 

@@ -1,4 +1,4 @@
-"""The inputs of one step: checked once, sent to every device once, cut into microbatches.
+"""The inputs of a step: checked once, sent to every device once, cut into microbatches.
 
 With several replicas, the first process of each has its own batch. These processes first exchange the total weights of
 their tokens, so that the weights of all tokens in all batches add up to 1; if one refuses its batch, all do. The same
@@ -150,7 +150,7 @@ def distribute(
 ) -> tuple[Inputs, Totals]:
     """Check the step's inputs on the first process of each replica and send them to the replica's other processes.
 
-    Collective over everyone: an all-gather of one row of numbers per process, which also shows whether all of them
+    Collective over everyone: an all-gather of a row of numbers per process, which also shows whether all of them
     called the same method. If a batch is refused, nothing more is sent. Then the first process of each replica
     broadcasts an int64 tensor with all integers, and the weights if there are any.
 

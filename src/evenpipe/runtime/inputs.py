@@ -25,7 +25,7 @@ INPUT_NAMES = ("input_ids", "labels", "position_ids", "attention_mask", "token_w
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The caller's inputs of one step: tensors are [batch, sequence]; None if not given."""
+    """The caller's inputs of a step: tensors are [batch, sequence]; None if not given."""
 
     input_ids: Tensor | None
     labels: Tensor | None = None

@@ -575,7 +575,7 @@ class Pipeline:
         total_tokens: float | None = None,
         record_passes: bool = False,
     ) -> StepResult:
-        """Run forward and backward of one batch, and add its gradients to those of the parameters.
+        """Run forward and backward of a batch, and add its gradients to those of the parameters.
 
         Only the first process of a pipeline passes data; arguments of the others are ignored. Each replica has its own
         batch; batches may differ in size, length and number of labels. The loss is the mean over the labels of all
@@ -649,7 +649,7 @@ class Pipeline:
         attention_mask: Tensor | None = None,
         token_weights: Tensor | None = None,
     ) -> StepResult:
-        """Run the forward of one batch without gradients; return the loss and the log-probability of every label.
+        """Run the forward of a batch without gradients; return the loss and the log-probability of every label.
 
         Arguments and errors are those of `step`, but the batch may have any size: it need not be a multiple of
         `microbatches`, and may be smaller. The loss is the mean over all labels except -100. Collective.

@@ -22,7 +22,7 @@ from evenpipe.schedule.trace import Allocations, CopyTime, PassTime, TransferTim
 
 @dataclass(slots=True)
 class StepRecord:
-    """The record of one step of a device."""
+    """The record of a step of a device."""
 
     start: float = 0.0
     end: float = 0.0

@@ -1,4 +1,4 @@
-"""Merge the records of all processes of a pipeline: a `Trace` of one step on the clock of the first process."""
+"""Merge the records of all processes of a pipeline: a `Trace` of a step on the clock of the first process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from evenpipe.schedule import Costs, Pass, Program
 from evenpipe.schedule.trace import Allocations, Clock, CopyTime, DeviceTrace, PassTime, Trace, TransferTime, WaitTime
 
 Times = dict[str, Any]
-"""Times of one device as lists of numbers. Their passes and transfers are omitted: they follow from its row."""
+"""Times of a device as lists of numbers. Their passes and transfers are omitted: they follow from its row."""
 
 
 def gather_trace(

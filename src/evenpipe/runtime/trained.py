@@ -24,7 +24,7 @@ TENSOR, CONTEXT = "tensor rank", "context rank"
 
 
 class Trained:
-    """The flags of one process; it does not communicate."""
+    """The flags of a process; it does not communicate."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Trained:
         return [1 + flags[name] if name in flags else 0 for name in names]
 
     def disagreement(self, processes: Sequence[Sequence[int]], replicas: int) -> InputError:
-        """Return the error for the first parameter on which replicas, or else processes of one replica, disagree.
+        """Return the error for the first parameter on which replicas, or else processes of a replica, disagree.
 
         processes: what `by_name` returned on each process, in the order of `agree`. The error is the same on all of
         them.

@@ -15,7 +15,7 @@ from evenpipe.schedule import Transfer
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """The communication of one device, for the handlers of its passes and transfers."""
+    """The communication of a device, for the handlers of its passes and transfers."""
 
     communicators: Communicators | None
     """None for a single device."""

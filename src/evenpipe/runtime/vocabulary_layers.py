@@ -1,4 +1,4 @@
-"""The vocabulary layers of one device during a step: E and G, S, C and T on its rows.
+"""The vocabulary layers of a device during a step: E and G, S, C and T on its rows.
 
 `evenpipe.vocabulary` has the mathematics as plain functions; this module adds the parameters, and keeps the state of
 each microbatch between passes. The walker does the communication.

@@ -241,7 +241,7 @@ class Walker:
         self._weight_gradients.clear()
         self._checkpointing.off = False
         self._running.step += 1
-        self._running.place, self._running.repeats = None, False
+        self._running.stage_unit, self._running.repeats = None, False
         if self._activations is not None:
             self._activations.clear()
         self._hops.begin(row, batch)
@@ -367,7 +367,7 @@ class Walker:
 
     def _call(self, stage: int, unit: int, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         module, microbatch = self._stages[stage], self._microbatches[unit]
-        self._running.place = (stage, unit) if self._gradients else None
+        self._running.stage_unit = (stage, unit) if self._gradients else None
         if self._draws is not None:
             self._draws.begin(unit)
         if self._router_losses is not None:
@@ -415,7 +415,7 @@ class Walker:
         assert graph is not None
         if split:
             self._weight_gradients.begin((stage, unit))
-        self._running.place = (stage, unit)
+        self._running.stage_unit = (stage, unit)
         input_gradients = iter(graph.backward(gradients))
         self._weight_gradients.under_way = None
         if microbatch.carries is not None:

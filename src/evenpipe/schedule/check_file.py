@@ -43,7 +43,7 @@ class FileReport:
         return {
             "sound": self.sound,
             "faults": [
-                {"device": fault.device, "position": fault.position, "what": fault.what, "rows": fault.rows}
+                {"device": fault.device, "position": fault.position, "message": fault.message, "rows": fault.rows}
                 for fault in self.faults
             ],
             "transfers": isinstance(self.schedule, Program),

@@ -69,7 +69,7 @@ class Costs(Declared):
     G: Cost | None = None
     """Embedding gradient, per device."""
     O: Cost | None = None
-    """Copy of the activations of one forward of a stage to the host; by default their bytes divided by the bandwidth of
+    """Copy of the activations of a forward of a stage to the host; by default their bytes divided by the bandwidth of
     `engine`. It runs beside compute in the full simulator."""
     L: Cost | None = None
     """The copy back, likewise."""
@@ -101,7 +101,7 @@ class Costs(Declared):
     memory: Mapping[Annotated[str, Names(_MEMORY)], SignedCost] | None = None
     """Bytes that each kind of pass adds, in place of `bytes`: positive from its start, negative from its end. One
     number, or one per stage (F, B, I, W, R, O, D, L, UNSHARD, RESHARD, REDUCE_GRAD) or device (S, C, T, E, G,
-    UNSHARD_E, ...); `receive` is the buffer of one hop,
+    UNSHARD_E, ...); `receive` is the buffer of a hop,
     from the moment when it is issued to the end of the pass that uses it. L gives the bytes of copies without a given
     time. For the full simulator."""
     slices: Mapping[Annotated[str, Names(("layers", "tokens", *LAYERS))], Some[Cost]] = field(default_factory=dict)
@@ -323,7 +323,7 @@ class Costs(Declared):
 
     @property
     def receive_bytes(self) -> float:
-        """The bytes of the buffer of one hop at its receiver; 0 unless `memory` gives them."""
+        """The bytes of the buffer of a hop at its receiver; 0 unless `memory` gives them."""
         size = 0.0 if self.memory is None else self.memory.get(RECEIVE, 0.0)
         assert isinstance(size, float)
         return size

@@ -19,8 +19,8 @@ class DeadlockError(InputError):
 
     def __init__(self, walked: Walked) -> None:
         fault, self.positions = _explain(walked)
-        self.what = fault.what
-        super().__init__(f"{fault.what}\n{fault.rows}")
+        self.message = fault.message
+        super().__init__(f"{fault.message}\n{fault.rows}")
 
 
 def deadlock(walked: Walked) -> Fault | None:

@@ -29,14 +29,14 @@ class Fault:
 
     device: int
     position: int | None
-    what: str
+    message: str
     rows: str = ""
 
     def __str__(self) -> str:
         location = (
             f"device {self.device}" if self.position is None else f"device {self.device}, position {self.position}"
         )
-        return f"{location}: {self.what}" + (f"\n{self.rows}" if self.rows else "")
+        return f"{location}: {self.message}" + (f"\n{self.rows}" if self.rows else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ _HOP = re.compile(r"[FB]:(0|[1-9][0-9]*)>(0|[1-9][0-9]*)")
 class Link:
     """A transfer takes latency + bytes / bandwidth, and its communicator carries one at a time.
 
-    In the link of one communicator, None means the value of its class; otherwise 0 (latency, bytes) or infinite
+    In the link of a communicator, None means the value of its class; otherwise 0 (latency, bytes) or infinite
     (bandwidth).
     """
 
@@ -37,7 +37,7 @@ class Link:
     bandwidth: Rate | None = None
     """Bytes per unit of time, above 0."""
     bytes: Time | None = None
-    """Size of one transfer."""
+    """Size of a transfer."""
 
     def over(self, default: Link | None) -> Link:
         """This link, with missing values taken from `default`."""
@@ -48,7 +48,7 @@ class Link:
 
     @property
     def time(self) -> float:
-        """The duration of one transfer."""
+        """The duration of a transfer."""
         return (self.latency or 0.0) + ((self.bytes or 0.0) / self.bandwidth if self.bandwidth else 0.0)
 
 
@@ -70,7 +70,7 @@ def check_links(links: Mapping[str, Link]) -> None:
 class CopyEngine(Declared):
     """Copies activations to the host (O) and back (L) beside compute.
 
-    Copies of one stream run one after another, in the order in which the device issues them.
+    Copies of a stream run one after another, in the order in which the device issues them.
     """
 
     bandwidth: Rate | None = None

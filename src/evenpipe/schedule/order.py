@@ -128,7 +128,7 @@ class Order(DeviceRows):
         return self
 
     def passes(self, device: int) -> Iterator[Pass]:
-        """The passes of one device, without idle slots."""
+        """The passes of a device, without idle slots."""
         return (item for item in self.rows[device] if item is not None)
 
     def splits_backward(self, device: int) -> bool:

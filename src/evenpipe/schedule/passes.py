@@ -2,7 +2,7 @@
 
     2F0     forward of stage 2, microbatch 0        S0      output layer, first half, microbatch 0, on this device
     2F0.1   the same, slice 1 of its sequence       X0      broadcast of the last hidden states of microbatch 0
-    2RESHARD, RESHARD_S   free parameters           2SEND_F0, 3RECV_F0   the two ends of one hop
+    2RESHARD, RESHARD_S   free parameters           2SEND_F0, 3RECV_F0   the two ends of a hop
     (2F1;2B0)OVERLAP_F_B                            two passes run as one
     0SEND_F0.1>2, 3RECV_F0<1                        a hop to stage 2 and one from stage 1, where a stage has several
 
@@ -74,7 +74,7 @@ class Kind(StrEnum):
 
 
 class TransferKind(StrEnum):
-    """Kind of a transfer. `SEND_*` and `RECV_*` are the two ends of one hop; the others are collectives."""
+    """Kind of a transfer. `SEND_*` and `RECV_*` are the two ends of a hop; the others are collectives."""
 
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"

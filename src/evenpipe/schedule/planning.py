@@ -104,7 +104,7 @@ def plan_order(
     equal passes is also tried, and used if the step is shorter and no device holds more activations.
 
     slices: number of slices of every sequence. None: as in the order, and 1 for a name or a function. With slices, a
-    name or a function generates an order in which every unit is a microbatch. `costs` are those of one unit.
+    name or a function generates an order in which every unit is a microbatch. `costs` are those of a unit.
 
     offload: which activations go to the host. "scheduled": as in the order; "none"; "free": all that lower the peak of
     a device without costing time; "all": enough to reach the lowest possible peak; a number: enough to stay below that

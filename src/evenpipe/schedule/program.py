@@ -60,7 +60,7 @@ class Program(DeviceRows):
     def of_the_first(self, microbatches: int) -> Program:
         """The part of an evaluation program that processes the first `microbatches` microbatches, in the same order.
 
-        It completes if the full program does: forwards of one microbatch do not wait for another.
+        It completes if the full program does: forwards of a microbatch do not wait for another.
         """
         assert self.forward_only and 0 < microbatches <= self.microbatches
         rows = tuple(

@@ -76,7 +76,7 @@ def _uses(numbered: Numbered, route: Route, device: int) -> dict[int, int]:
 
 
 _last: tuple[Program, Numbered] | None = None
-"""The last program: callers query the devices of one program in succession."""
+"""The last program: callers query the devices of a program in succession."""
 
 
 def _numbered(program: Program) -> Numbered:

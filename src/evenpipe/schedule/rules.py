@@ -3,13 +3,13 @@
 Everything follows from three tables:
 
     NEEDS     what a pass needs from its own stage (or shard) on its own device
-    flows     what passes of one stage or device produce for passes of another
+    flows     what passes of a stage or device produce for passes of another
     KEEPS     what a pass leaves on its device for later passes, and what it frees
 
 I takes the role of B if a backward is split into I and W: other stages need the gradient of the input, whichever pass
 computes it. So pass groups and needs always name the role B, never I.
 
-A flow between devices is a `Route`, with one transfer per unit (a slice of a microbatch). All passes of one kind and
+A flow between devices is a `Route`, with one transfer per unit (a slice of a microbatch). All passes of a kind and
 stage on one device, a `PassGroup`, have the same `Rule`, regardless of their unit. Sources: arXiv 2411.05288, sections
 4 and 5 (vocabulary passes) and appendix C (embedding); 2405.15362 (I and W); 2406.03488 (slices).
 """
@@ -103,7 +103,7 @@ IN_FLIGHT = changes({Kept.ACTIVATIONS, Kept.WEIGHT_INPUTS, Kept.ON_HOST})
 
 
 class PassGroup(NamedTuple):
-    """All passes of one kind (B for I) and stage (None for vocabulary passes) on one device."""
+    """All passes of a kind (B for I) and stage (None for vocabulary passes) on one device."""
 
     device: int
     kind: Kind
@@ -206,7 +206,7 @@ class Route:
         return self.ends[device != self.members[0]]
 
     def transfer(self, device: int, microbatch: int, slice_: int = 0, sharing: str = PER_PAIR) -> Transfer:
-        """The transfer of one unit as `device` issues it: one end of a hop is SEND_F, the other RECV_F."""
+        """The transfer of a unit as `device` issues it: one end of a hop is SEND_F, the other RECV_F."""
         kind, stage, peer = self.end(device)
         return Transfer(kind, stage, microbatch, slice_, self.members, self.root, self.communicator(sharing), peer)
 
@@ -220,7 +220,7 @@ class Need(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What the passes of one group need and produce, the same for every unit."""
+    """What the passes of a group need and produce, the same for every unit."""
 
     needs: tuple[Need, ...] = ()
     """Passes of the same device. Kinds in `IF_PRESENT`, and slices that do not exist, may be missing."""
@@ -233,7 +233,7 @@ class Rule(NamedTuple):
 
 
 class Rules:
-    """The routes of one placement in one mode, and the rule of every group of passes.
+    """The routes of a placement in one mode, and the rule of every group of passes.
 
     A single device has no routes: all needs are within its row.
     """

@@ -106,7 +106,7 @@ class Allocations:
         return self.device_allocations + self.device_frees
 
     def since(self, earlier: Allocations) -> Allocations:
-        """The difference between two counts of one allocator."""
+        """The difference between two counts of an allocator."""
         return Allocations(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
 
 

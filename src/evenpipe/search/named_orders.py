@@ -87,12 +87,15 @@ def _in_the_same_passes(order: Order, problem: OrderProblem) -> Order | None:
     rows = []
     for device in range(order.devices):
         row: list[Pass] = []
-        for part in parts_in(order.rows[device]):
-            if part.kind in {Kind.I, Kind.W} and not problem.split_backward:
+        for component in parts_in(order.rows[device]):
+            if component.kind in {Kind.I, Kind.W} and not problem.split_backward:
                 return None
-            if part.kind is Kind.B and problem.split_backward:
-                row += [Pass(Kind.I, part.stage, part.microbatch), Pass(Kind.W, part.stage, part.microbatch)]
+            if component.kind is Kind.B and problem.split_backward:
+                row += [
+                    Pass(Kind.I, component.stage, component.microbatch),
+                    Pass(Kind.W, component.stage, component.microbatch),
+                ]
             else:
-                row.append(part)
+                row.append(component)
         rows.append(tuple(row))
     return Order(order.placement, order.microbatches, tuple(rows))

@@ -143,7 +143,7 @@ def solve(
 
 
 class _Model:
-    """The variables and constraints of one problem."""
+    """The variables and constraints of a problem."""
 
     def __init__(
         self,

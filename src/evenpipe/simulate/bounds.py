@@ -6,7 +6,7 @@ and in the full model, which only adds waiting. Their proofs take a few lines ea
 largest bound.
 
 work        A device runs all its passes within its span.
-one device  Take any set of passes of one device d. If each starts at least h after the first pass of device e (because
+one device  Take any set of passes of a device d. If each starts at least h after the first pass of device e (because
             a chain of its own microbatch leads from e to it), and each is followed by a chain of at least t that ends
             on e, then the span of e is at least h + (time of these passes) + t. With d = e and h = t = 0 this is the
             work bound; with all devices in place of e it bounds the makespan. The best sets are those of all passes
@@ -76,14 +76,14 @@ def best_bound(
     vocabulary: VocabularyMode = VocabularyMode.FIRST_LAST,
     forward_only: bool = False,
     max_in_flight: float | Sequence[float] | None = None,
-    again: Sequence[float] = (),
+    recomputation: Sequence[float] = (),
     proved: bool = False,
 ) -> Bound:
     """The largest known lower bound on the span or makespan (`of`) of all such orders.
 
     costs: alternatively one per slice of a sequence; `microbatches` is then the total number of slices. split: whether
     backwards are I and W, or B. vocabulary, forward_only: as in `Order`. max_in_flight: maximum number of stage
-    activations that a device holds from F to B or W, one number or one per device. again: recomputation, that is, time
+    activations that a device holds from F to B or W, one number or one per device. recomputation: time of recomputation
     of each device per microbatch that is part of no pass but lies between F and backward of any of its stages. proved:
     exclude the V bound. Raises InputError if a kind has no time, and for a limit below 1.
     """
@@ -92,7 +92,7 @@ def best_bound(
     each = (costs,) if isinstance(costs, Costs) else tuple(costs)
     graph = Microbatch.of(placement, each, split=split, vocabulary=vocabulary, forward_only=forward_only)
     limits = () if max_in_flight is None else limits_per_device(max_in_flight, placement.devices, least=1)
-    bounds = list(_free(microbatches, graph, of, again or [0.0] * placement.devices))
+    bounds = list(_free(microbatches, graph, of, recomputation or [0.0] * placement.devices))
     if limits and not forward_only:
         all_paths = _longest_paths(graph, None)
         bounds += _rounds(microbatches, graph, limits, of, all_paths)
@@ -106,14 +106,14 @@ def best_bound(
 def program_bounds(program: Program, costs: Costs, peak_in_flight: Sequence[int]) -> dict[str, Bound]:
     """The best bounds on "span" and "makespan" of all orders that have the kinds of pass of `program` and whose devices
     hold no more stage activations than `peak_in_flight`."""
-    passes = [part for row in program.rows for part in parts_in(row)]
-    kinds = {part.kind for part in passes}
+    passes = [component for row in program.rows for component in parts_in(row)]
+    kinds = {component.kind for component in passes}
     split = Kind.I in kinds
     each = costs.by_slice(program.slices) if costs.slices else (costs,)
     if split and Kind.B in kinds:
         each = tuple(either_backward(of_slice, program.placement) for of_slice in each)
     limits = None if kinds & OFFLOAD_KINDS or program.forward_only else [max(1, peak) for peak in peak_in_flight]
-    microbatches = len({(part.microbatch, part.slice) for part in passes if part.kind is Kind.F})
+    microbatches = len({(component.microbatch, component.slice) for component in passes if component.kind is Kind.F})
     return {
         of: best_bound(
             program.placement,

@@ -44,9 +44,9 @@ def memory_curves(program: Program, costs: Costs, work: Work, loop: Loop) -> tup
                     size, rank = each[item.slice].receive_bytes, 2 * positions[user]
                     changes[device] += [(loop.posted[n], rank, size), (loop.end[user], rank + 1, -size)]
                 continue
-            for part in () if program.forward_only else parts_of(item):
-                values = (deltas[part.slice] or {}).get(part.kind)
-                delta = 0.0 if values is None else values[device if part.stage is None else part.stage]
+            for component in () if program.forward_only else parts_of(item):
+                values = (deltas[component.slice] or {}).get(component.kind)
+                delta = 0.0 if values is None else values[device if component.stage is None else component.stage]
                 if delta:
                     changes[device].append(
                         (begin, 2 * position, delta) if delta > 0 else (end, 2 * position + 1, delta)

@@ -1,4 +1,4 @@
-"""The passes and transfers of one microbatch with their times, and the longest paths between them.
+"""The passes and transfers of a microbatch with their times, and the longest paths between them.
 
 All microbatches of a step have the same passes, so lower bounds need only this small graph.
 """
@@ -24,7 +24,7 @@ Name = tuple[int, Kind, int | None]
 
 @dataclass(slots=True)
 class Microbatch:
-    """The graph of one microbatch. Nodes are numbered in topological order.
+    """The graph of a microbatch. Nodes are numbered in topological order.
 
     By node: `takes`, its time (the minimum over slices if sequences are cut); `mean`, its time averaged over slices;
     `device`, -1 for a transfer; `needs`, its direct predecessors. By device: `nodes_of`, its passes. By stage:

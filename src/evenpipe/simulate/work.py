@@ -101,9 +101,9 @@ class Work:
             item = self.item(n)
             if item.kind in GATHERING_KINDS:
                 gathering[part_of(item)] = n
-            for part in users.parts(item):
-                if part in gathering:
-                    self._wait(n, gathering.pop(part))
+            for component in users.parts(item):
+                if component in gathering:
+                    self._wait(n, gathering.pop(component))
 
     def _wait(self, n: int, awaited: int) -> None:
         self.waiting[awaited].append(n)

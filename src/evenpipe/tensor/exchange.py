@@ -38,14 +38,14 @@ class Overlap(Protocol):
         ...
 
     def sum_products(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None, rest: Tensor | None = None
+        self, pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None, addend: Tensor | None = None
     ) -> Tensor:
-        """Return the local rows [n/t, out] of the sum over ranks of products, bias and rest.
+        """Return the local rows [n/t, out] of the sum over ranks of products, bias and addend.
 
         Args:
             pairs: factors [n, in] and [in, out]; at least one pair; the products are added in this order.
             bias: [out].
-            rest: [n, out].
+            addend: [n, out].
         """
         ...
 

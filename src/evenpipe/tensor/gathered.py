@@ -138,7 +138,7 @@ class Gathered:
         factors, self._factors = self._factors, []
         if factors:
             assert self._exchange.overlap is not None
-            return self._exchange.overlap.sum_products(factors, rest=gradient)
+            return self._exchange.overlap.sum_products(factors, addend=gradient)
         if gradient is None:  # nothing depends on the input
             gradient = self._empty.new_zeros(self._elements // self._width, self._width)
         summed = self._exchange.start_scatter(gradient)

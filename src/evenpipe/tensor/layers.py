@@ -76,7 +76,7 @@ class ModelCut:
     def placements(
         self, description: Description, index: int, rank: int, ranks: int
     ) -> dict[str, TensorPlacement | None]:
-        """Return how a rank holds the sharded parameters of one layer, by name in the model; None: it does not hold
+        """Return how a rank holds the sharded parameters of a layer, by name in the model; None: it does not hold
         them.
 
         Raises:

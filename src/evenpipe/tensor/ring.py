@@ -51,19 +51,19 @@ class Ring:
         return all_rows, products
 
     def sum_products(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None, rest: Tensor | None = None
+        self, pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None, addend: Tensor | None = None
     ) -> Tensor:
-        """Return the local rows [n/t, out] of the sum over ranks of products, bias and rest; see `Overlap`."""
+        """Return the local rows [n/t, out] of the sum over ranks of products, bias and addend; see `Overlap`."""
         size, rank = self._exchange.size, self._exchange.rank
         factors = [(rows.chunk(size), matrix) for rows, matrix in pairs]
-        rest_pieces = None if rest is None else rest.chunk(size)
+        addend_pieces = None if addend is None else addend.chunk(size)
 
         def partial_sum(index: int) -> Tensor:
             (rows, matrix), *further_factors = factors
             total = product(rows[index], matrix, bias)
             for rows, matrix in further_factors:
                 total += product(rows[index], matrix, None)
-            return total if rest_pieces is None else total.add_(rest_pieces[index])
+            return total if addend_pieces is None else total.add_(addend_pieces[index])
 
         total = partial_sum(rank - 1)
         for step in range(1, size):

@@ -37,7 +37,7 @@ DRAWS = 3
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments of one call of a block."""
+    """The arguments of a call of a block."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

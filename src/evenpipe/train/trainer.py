@@ -1,4 +1,4 @@
-"""The training loop of one process.
+"""The training loop of a process.
 
     read the newest sound checkpoint -> step, step, ..., evaluate -> save -> report
 

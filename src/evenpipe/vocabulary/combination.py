@@ -27,7 +27,7 @@ from evenpipe.vocabulary.copies import to_device
 from evenpipe.vocabulary.options import LossOptions
 
 MAXIMUM, SUM, TARGET, TOTAL, COUNT = range(5)
-"""Columns of the statistics of one shard, all but TARGET over the tokens other than the target: maximum of z; sum of
+"""Columns of the statistics of a shard, all but TARGET over the tokens other than the target: maximum of z; sum of
 exp(z - maximum); the target's z if the shard owns it, else 0; and with label smoothing the sum of z - maximum and the
 number of its terms. A shard without other tokens has (-inf, 0, ., 0, 0)."""
 WEIGHTED = -1

@@ -22,7 +22,7 @@ def to_device(values: Tensor, torch_device: torch.device | str) -> Tensor:
 
 
 def to_device_together(parts: Sequence[Tensor], torch_device: torch.device) -> list[Tensor]:
-    """Copy several vectors of one dtype at once: each copy costs as much as a small kernel.
+    """Copy several vectors of the same dtype at once: each copy costs as much as a small kernel.
 
     All vectors start at multiples of 16 bytes, whatever their lengths: Triton compiles a separate kernel for other
     addresses.

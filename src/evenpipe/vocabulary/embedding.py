@@ -23,7 +23,7 @@ class Routes:
 
     shards: tuple[Shard, ...]
     token_ids: Tensor
-    """[tokens] int64, sorted by owner; tokens of one owner keep their order."""
+    """[tokens] int64, sorted by owner; tokens of an owner keep their order."""
     order: Tensor | None
     """[tokens] int64: `token_ids[k]` is at position `order[k]` of the microbatch. None: at position k."""
     counts: tuple[int, ...]

@@ -261,7 +261,7 @@ def backward_shard(
     products = None if state.one_barrier else Products.empty(hidden, dtype, state.options)
 
     def add(factor: Tensor, columns: slice, *, of_derivative: bool = False) -> None:
-        """Add the products of one factor (E or D) with X."""
+        """Add the products of a factor (E or D) with X."""
         scaled, coefficients = state.kernels.scaled_hidden(
             state, combined, hidden, factor.dtype, of_derivative=of_derivative
         )

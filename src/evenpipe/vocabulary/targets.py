@@ -30,7 +30,7 @@ class Targets:
     """The labels of a microbatch for one shard. "Valid" tokens are those that are not ignored.
 
     Operations of torch need lists of owned targets in the order of tokens; Triton's kernels need a column for every
-    token, and the lists in the order of columns, so that one program adds up all tokens of one row.
+    token, and the lists in the order of columns, so that one program adds up all tokens of a row.
     """
 
     tokens: int

@@ -35,7 +35,7 @@ def dualpipe_v(devices: int, microbatches: int, *, overlap: bool = True) -> Orde
 
 
 class _Row:
-    """The passes of one device; each kind runs the microbatches of its stage in order."""
+    """The passes of a device; each kind runs the microbatches of its stage in order."""
 
     def __init__(self, stages: tuple[int, ...], overlap: bool) -> None:
         self.stages = stages
@@ -73,7 +73,7 @@ class _Row:
 
 
 def _row(device: int, devices: int, microbatches: int, overlap: bool) -> list[Pass]:
-    """The passes of one device in a step of at least `2 * devices` microbatches.
+    """The passes of a device in a step of at least `2 * devices` microbatches.
 
     0 and 1 are the stages on the way out and back.
     """

@@ -80,7 +80,7 @@ def gis_h(devices: int, microbatches: int, *, stages_per_device: int = 2, costs:
 def smallest_group(placement: Placement, costs: Costs | None) -> int:
     """The smallest group, from ceil(devices / 2) to devices, whose bubble does not grow with the microbatches.
 
-    The work of a group on the busiest device must take at least as long as the forward or backward of one microbatch
+    The work of a group on the busiest device must take at least as long as the forward or backward of a microbatch
     through a chunk; otherwise the device waits for every group. Without `costs`, or if they lack F, I or W, all stages
     count as equal.
     """
@@ -123,7 +123,7 @@ def _turns(chunks: int, microbatches: int, group: int, spread: int) -> tuple[Tur
 
 
 def _row(stages: tuple[int, ...], forwards: Turns, backwards: Turns, lag: int) -> tuple[Pass, ...]:
-    """The passes of one device; `stages` by chunk."""
+    """The passes of a device; `stages` by chunk."""
     row = []
     for turn in sorted(forwards.keys() | {turn + lag for turn in backwards}):
         if turn in forwards:

@@ -37,7 +37,7 @@ def device_of_step(devices: int, step: int) -> int:
 
 
 def chain_steps(devices: int, device: int) -> tuple[int, int, int, int]:
-    """The steps of one device that others wait for, F, F, I, I, in the order of a microbatch."""
+    """The steps of a device that others wait for, F, F, I, I, in the order of a microbatch."""
     return device, 2 * devices - 1 - device, 2 * devices + device, 4 * devices - 1 - device
 
 

@@ -1,7 +1,7 @@
 """V-schedules from building blocks (arXiv 2405.15362, section 3).
 
 A building block gives the slot in which one microbatch takes each of its steps. A slot is one pass long, and the block
-is repeated every six slots, which is the work of one microbatch on one device. The slots of a device differ modulo six,
+is repeated every six slots, which is the work of a microbatch on one device. The slots of a device differ modulo six,
 so repetitions never collide, and each W takes the next free slot. A device stores activations for the lifetime of the
 block on it, so blocks with short lifetimes need little memory.
 

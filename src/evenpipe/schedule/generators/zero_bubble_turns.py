@@ -1,4 +1,4 @@
-"""The heuristic of arXiv 2401.10241, section 3.1: each turn runs the forwards of one microbatch down the pipeline, and
+"""The heuristic of arXiv 2401.10241, section 3.1: each turn runs the forwards of a microbatch down the pipeline, and
 the backwards of one back up.
 
 Weight gradients fill the waits of a device. Three choices apply to the whole step; the caller tries all combinations.

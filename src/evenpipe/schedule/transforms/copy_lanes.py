@@ -20,7 +20,7 @@ OUT, BACK = False, True
 
 
 class Lane:
-    """Non-overlapping busy times of one lane."""
+    """Non-overlapping busy times of a lane."""
 
     def __init__(self) -> None:
         self._starts: list[float] = []

@@ -2,7 +2,7 @@
 
 All devices run S(i) and T(i) at the same time, one directly after the other, and wait for each other in between. A pass
 that is running on some device at that instant delays all devices, so there should be none. With one stage per device
-and full backwards, the `alternating` layout achieves this: its period is T = F + B of one microbatch, it starts with
+and full backwards, the `alternating` layout achieves this: its period is T = F + B of a microbatch, it starts with
 the vocabulary passes, and no pass crosses its start. Within a period a device runs either B then F or F then B,
 alternating along the pipeline, with B first on the last device, whose F(i+1) ends where S(i+1) starts:
 

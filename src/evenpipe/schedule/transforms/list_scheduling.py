@@ -136,7 +136,7 @@ class Arranger:
 
 
 def _plan(numbered: Numbered, base: Order, device: int) -> tuple[list[int], list[int]]:
-    """The plan of one device: its row of `base`."""
+    """The plan of a device: its row of `base`."""
     items = [item for item in parts_in(base.rows[device]) if item.kind in IN_FLIGHT]
     numbers = [numbered.number(device, item) for item in items]
     return [number for number in numbers if number is not None], [IN_FLIGHT[item.kind] for item in items]

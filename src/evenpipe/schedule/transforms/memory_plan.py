@@ -7,7 +7,7 @@ from itertools import accumulate
 
 
 class MemoryPlan:
-    """The F, B and W passes of one device in an order that fits, and which of them have run.
+    """The F, B and W passes of a device in an order that fits, and which of them have run.
 
     Invariant: if the device ran the remaining plan unchanged, it would never hold more than `limit` activations. Passes
     that release activations may run at any time, a forward if `allows` returns True, which it does in its turn.

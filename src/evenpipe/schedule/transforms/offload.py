@@ -106,7 +106,7 @@ def offloaded(order: Order) -> frozenset[Forward]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _HeldActivation:
-    """Activations of one forward on a device. Positions count the passes of its row."""
+    """Activations of a forward on a device. Positions count the passes of its row."""
 
     device: int
     stage: int
@@ -133,7 +133,7 @@ class _RoundTrip(NamedTuple):
 
 
 class _Plan:
-    """The copies of one order, device by device."""
+    """The copies of an order, device by device."""
 
     def __init__(
         self,

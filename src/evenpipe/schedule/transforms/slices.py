@@ -43,7 +43,7 @@ _RANK = {Kind.B: 0, Kind.I: 0, Kind.F: 1, Kind.W: 2}
 
 
 def add_slices(order: Order, slices: int) -> Order:
-    """`order` with its microbatches as units: every `slices` of them are the slices of one microbatch.
+    """`order` with its microbatches as units: every `slices` of them are the slices of a microbatch.
 
     To be applied before vocabulary passes, recomputation and copies to the host. Raises InputError if the order has
     other passes than F, B, I and W of single stages, if a stage does not run them in the order of microbatches, if its

@@ -268,7 +268,7 @@ def hidden_gradient_of_rows(
     HAS_CONSTANT: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """dX = r A + u (D W, or the sum of W's rows) + c W[target], of one token and SIZE of its numbers."""
+    """dX = r A + u (D W, or the sum of W's rows) + c W[target], of a token and SIZE of its numbers."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = offsets < hidden_size
@@ -303,7 +303,7 @@ def scaled_rows(
     OF_DERIVATIVE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """r X of one token and SIZE of its numbers, and r; with OF_DERIVATIVE u X and u, where `others` is u."""
+    """r X of a token and SIZE of its numbers, and r; with OF_DERIVATIVE u X and u, where `others` is u."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = offsets < hidden_size

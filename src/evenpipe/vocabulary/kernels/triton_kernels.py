@@ -20,7 +20,7 @@ limited by memory bandwidth, and a choice that depends on a measurement would ch
 run."""
 HIDDEN_AT_ONCE = 2048
 LABELS_AT_ONCE = 8
-"""Tokens of one target at a time, with a quarter of HIDDEN_AT_ONCE numbers of each."""
+"""Tokens of a target at a time, with a quarter of HIDDEN_AT_ONCE numbers of each."""
 TOKENS_AT_ONCE = 128
 
 
@@ -42,7 +42,7 @@ def _launch_over_logits(
 ) -> None:
     """Launch a program for each row of logits."""
     tokens, columns = rooms.logits.shape
-    given = [room for room in (rooms.logits, rooms.exponentials, rooms.derivative) if room is not None]
+    tensors = [room for room in (rooms.logits, rooms.exponentials, rooms.derivative) if room is not None]
     launch(
         "exponentials_of_rows",
         (tokens,),
@@ -53,7 +53,7 @@ def _launch_over_logits(
         rooms.bias,
         columns,
         first_column,
-        min(room.stride(0) for room in given),  # columns that all of them have memory for
+        min(room.stride(0) for room in tensors),  # columns that all of them have memory for
         rooms.logits.stride(0),
         rooms.exponentials.stride(0),
         0 if rooms.derivative is None else rooms.derivative.stride(0),
@@ -206,7 +206,7 @@ class TritonKernels(Kernels):
         weight_gradient: Tensor | None,
         bias_gradient: Tensor | None,
     ) -> None:
-        """Always in the same order for the tokens of one target."""
+        """Always in the same order for the tokens of a target."""
         if weight_gradient is None and bias_gradient is None:
             return
         owned, hidden_size = state.targets.owned, hidden.shape[1]
