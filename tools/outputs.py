@@ -65,10 +65,10 @@ def render(page: str, folder: Path) -> str:
         if mark and mark.startswith("not run"):
             return match[0]
         if language not in LANGUAGES:
-            raise ValueError(f"a block of {language!r} is not run, expected one of {LANGUAGES} or a reason above it")
+            raise ValueError(f"a block of {language!r} is not run; expected one of {LANGUAGES} or a reason above it")
         if language in {"csv", "toml"}:
             if not name:
-                raise ValueError(f"a block of {language} has no name, expected one or a reason above it")
+                raise ValueError(f"a block of {language} has no name; expected one or a reason above it")
             if (ROOT / name).is_file():
                 body = (ROOT / name).read_text(encoding="utf-8")
             else:

@@ -175,7 +175,7 @@ def test_what_cannot_be_saved_is_refused(three: Path) -> None:
         (run, {"metadata": {"when": object()}}, "metadata of a checkpoint: .*expected JSON values"),
         (run, {"keep": 0}, "keep is 0; it must be at least 1"),
         (run, {"shards": {}}, "optimizer: 3 of its 3 parameters are not among those of the pipeline"),
-        (odd, {}, r"state 'rounds' of 'model\.norm\.weight' is int, expected a tensor"),
+        (odd, {}, r"state 'rounds' of 'model\.norm\.weight' is int; expected a tensor"),
     ):
         arguments = {"shards": of_run.shards, "optimizer": of_run.optimizer, "metadata": METADATA, "keep": 2} | changes
         with pytest.raises(InputError, match=says):

@@ -193,7 +193,7 @@ def _judge(attack: Attack, folder: Path, run: subprocess.Popen[bytes], loss: flo
         result.complaints.append("the run did not end")
     elif all(file.exists() for file in done):
         wrong = [file.read_text() for file in done if abs(float(file.read_text()) - loss) > 1e-6]
-        result.complaints += [f"a loss is {text}, expected {loss!r}" for text in wrong]
+        result.complaints += [f"a loss is {text}; expected {loss!r}" for text in wrong]
     elif not attack.early and not attack.torchrun:
         result.complaints.append(f"the run did not come to its end: {result.ending}")
     elif not any(re.search(ENDINGS, line) for line in told):

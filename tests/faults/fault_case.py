@@ -41,7 +41,7 @@ FAULTS = {
     "ArithmeticError": (r"process V(:| failed:) ArithmeticError: a bad number",) * 2,
     "MemoryError": (r"process V(:| failed:) MemoryError",) * 2,
     "KeyboardInterrupt": (r"process V failed: KeyboardInterrupt",) * 2,
-    "InputError": (r"loss: a bad number, expected a good one",) * 2,
+    "InputError": (r"loss: a bad number; expected a good one",) * 2,
     "OSError": (r"process V(:| failed: OSError: \[Errno 28\]) no space left on device",) * 2,
 }
 """By how a process fails, what must be said about process V: by the others, and by who started them."""

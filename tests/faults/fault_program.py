@@ -168,7 +168,7 @@ def fail(how: str, folder: Path, place: str, *, delayed: bool = False) -> None:
         "ArithmeticError": ArithmeticError("a bad number"),
         "MemoryError": MemoryError(),
         "KeyboardInterrupt": KeyboardInterrupt(),
-        "InputError": InputError("loss: a bad number, expected a good one"),
+        "InputError": InputError("loss: a bad number; expected a good one"),
         "OSError": OSError(errno.ENOSPC, "no space left on device"),
     }[how]
 

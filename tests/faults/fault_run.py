@@ -86,7 +86,7 @@ def run(case: Case) -> Verdict:
         seconds = ended - float(at) - _known_seconds(case)
         limit = LIMIT_SECONDS + SHARE_OF_START * (float(at) - begun)
         if seconds > limit:
-            complaints.append(f"it took {seconds:.1f} s, expected at most {limit:.1f} s")
+            complaints.append(f"it took {seconds:.1f} s; expected at most {limit:.1f} s")
         return Verdict(case, seconds, place, message, tuple(complaints))
 
 

@@ -129,7 +129,7 @@ def outcome_in_bf16(case: Case, pipeline: Pipeline, folder: Path) -> tuple[list[
         exact, narrow = OneProcess(case, model), OneProcess(case, narrow_model)
         exact_loss, narrow_loss = (dict(one.step(data, recorded=False, update=None))["loss"] for one in (exact, narrow))
         if not abs(loss - exact_loss) <= BF16_ERRORS * abs(narrow_loss - exact_loss) + BF16_LOSS:
-            complaints.append(f"the loss in bf16 is {loss}, expected {exact_loss} ({narrow_loss} in one process)")
+            complaints.append(f"the loss in bf16 is {loss}; expected {exact_loss} ({narrow_loss} in one process)")
         wanted = exact.gradients()
         if gradients.keys() != wanted.keys():
             complaints.append(f"gradients in bf16: {sorted(gradients.keys() ^ wanted.keys())} on one side only")
@@ -151,7 +151,7 @@ def _other_dtypes(dtypes: dict[str, str], narrow: nn.Module) -> list[str]:
     """What is computed with in another dtype than in transformers, which keeps some parameters in fp32."""
     expected = {name: str(tensor.dtype) for name, tensor in (*narrow.named_parameters(), *narrow.named_buffers())}
     return [
-        f"{name} is computed with as {dtype}, expected {expected[name]}"
+        f"{name} is computed with as {dtype}; expected {expected[name]}"
         for name, dtype in sorted(dtypes.items())
         if expected.get(name, dtype) != dtype
     ]
@@ -210,7 +210,7 @@ def compare(case: Case, found: Observed, wanted: Observed) -> list[str]:
         else:
             error = abs(value - expected) / max(abs(expected), VANISHING)
             if not error <= limit:
-                complaints.append(f"{what}: {value!r}, expected {expected!r} (off by {error:.1e})")
+                complaints.append(f"{what}: {value!r}; expected {expected!r} (off by {error:.1e})")
     return complaints
 
 
@@ -220,7 +220,7 @@ def _tensors_differ(found: dict[str, Tensor], wanted: dict[str, Tensor], limit: 
     norm = sum(float(one.double().square().sum()) for one in wanted.values()) ** 0.5
     for name in wanted.keys() & found.keys():
         if found[name].shape != wanted[name].shape:
-            complaints.append(f"{name} is {list(found[name].shape)}, expected {list(wanted[name].shape)}")
+            complaints.append(f"{name} is {list(found[name].shape)}; expected {list(wanted[name].shape)}")
             continue
         difference = float(torch.linalg.vector_norm((found[name] - wanted[name]).double()))
         own = float(torch.linalg.vector_norm(wanted[name].double()))

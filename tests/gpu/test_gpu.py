@@ -92,7 +92,7 @@ def gpus(monkeypatch, count: int = 4, *, current: int = 0, bound: str | None = N
 
 BOUND = (
     "torch_device: '{}', but the default process group is bound to cuda:1 "
-    "(device_id of init_process_group), expected 'cuda:1'"
+    "(device_id of init_process_group); expected 'cuda:1'"
 )
 ANY = (None, "cuda", torch.device("cuda"))
 DEVICES: list[tuple[dict[str, Any], tuple[Any, ...], str]] = [
@@ -167,7 +167,7 @@ def test_the_device_of_a_pipeline(monkeypatch) -> None:
             worker.device_of_pipeline(this, device)
         assert str(error.value) == (
             f"torch_device: '{wanted}', but this process computes on {own} since its first call of "
-            f"initialise_worker or Pipeline, expected '{own}'; choose another one in that call"
+            f"initialise_worker or Pipeline; expected '{own}'; choose another one in that call"
         )
         assert done == []
 

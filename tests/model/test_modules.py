@@ -105,7 +105,7 @@ def test_modules_return_what_they_receive() -> None:
         description = describe_modules(first, between, last, head)
         bounds = (0, 2) if first is rounded else (2, 4)
         stage = build_stage(description, *bounds, is_first=first is rounded, is_last=first is not rounded)
-        sentence += ", expected hidden [sequences, tokens, 8] torch.float32"
+        sentence += "; expected hidden [sequences, tokens, 8] torch.float32"
         with pytest.raises(InputError, match=re.escape(sentence)):
             stage(torch.zeros(1, 2, 8))
 

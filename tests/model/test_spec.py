@@ -361,7 +361,7 @@ def test_a_model_of_rwkv_with_weights_of_evaluation_is_refused() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.eval()(input_ids=ids)
     assert not all(map(torch.equal, before.values(), model.state_dict().values()))
-    with pytest.raises(InputError, match="weights are those of evaluation, half as large every 2 layers, expected"):
+    with pytest.raises(InputError, match="weights are those of evaluation, half as large every 2 layers; expected"):
         describe(model)
     model.train()(input_ids=ids)
     assert all(map(torch.equal, before.values(), model.state_dict().values())) and not describe(model).changed

@@ -134,7 +134,7 @@ def refused(schedule: Any) -> str:
 
 def test_a_given_order_is_not_arranged() -> None:
     (said,) = run_processes(refused, 1, plan_order("1f1b", 1, 6, "vocab-2"))
-    assert said == "arrange: this pipeline runs a given order, expected one with a named schedule"
+    assert said == "arrange: this pipeline runs a given order; expected one with a named schedule"
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------

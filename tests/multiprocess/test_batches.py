@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "another name": (
         {"input_ids": IDS, "token_type_ids": torch.zeros_like(IDS)},
         {},
-        "batch: it has 'token_type_ids', which a step does not take, expected only input_ids, labels, position_ids,"
+        "batch: it has 'token_type_ids', which a step does not take; expected only input_ids, labels, position_ids,"
         " attention_mask and token_weights",
     ),
     "a typing error": ({"input_ids": IDS, "label": IDS}, {}, "batch: it has 'label', which a step does not take"),
@@ -164,10 +164,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "given twice": (
         {"input_ids": IDS, "labels": IDS},
         {"labels": IDS},
-        "labels: given in the batch and as an argument too, expected one of both",
+        "labels: given in the batch and as an argument too; expected one of both",
     ),
-    "no ids": ({"labels": IDS}, {}, "batch: it has labels, expected at least input_ids"),
-    "nothing": ({}, {}, "batch: it has nothing, expected at least input_ids"),
+    "no ids": ({"labels": IDS}, {}, "batch: it has labels; expected at least input_ids"),
+    "nothing": ({}, {}, "batch: it has nothing; expected at least input_ids"),
     "lists": (
         {"input_ids": IDS.tolist()},
         {},
@@ -279,14 +279,14 @@ REFUSED_TOTALS = [
     (False, (torch.ones(2), 1), NOTHING, f"total_tokens is tensor([1., 1.]); {EXPECTED}"),
     (False, (59, 59), NOTHING, f"total_tokens: 59, but this step alone counts 60, {OF_ALL}"),
     (False, (0, torch.tensor(0)), NOTHING, f"total_tokens: 0, but this step alone counts 60, {OF_ALL}"),
-    (False, (60, 61), NOTHING, "total_tokens: [60.0, 61.0] by replica, expected in all of them that of all replicas"),
+    (False, (60, 61), NOTHING, "total_tokens: [60.0, 61.0] by replica; expected in all of them that of all replicas"),
     (False, (60, None), NOTHING, "total_tokens: [60.0, None] by replica"),
     (True, (60, 60), NOTHING, "total_tokens: 60 without accumulate, but the routers of MixtralForCausalLM add a loss"),
     *(
         (False, NOTHING, (steps, 2), f"accumulate is {show(steps)}; it must be a whole number of steps, 1 or more")
         for steps in (0, -1, 1.5, True, "2")
     ),
-    (False, NOTHING, (4, 2), "accumulate: [4, 2] by replica, expected the same number of steps in all of them"),
+    (False, NOTHING, (4, 2), "accumulate: [4, 2] by replica; expected the same number of steps in all of them"),
 ]
 
 

@@ -151,8 +151,8 @@ DISAGREEMENTS: list[tuple[Callable[..., Calls], tuple[Any, ...], list[str] | str
     (router_biases, (), ["move_router_biases", "step"]),
     (optimizers, (Muon,), ["Muon.step", "clip_grad_norm_"]),
     (optimizers, (Adafactor,), ["Adafactor.step", "clip_grad_norm_"]),
-    (other_numbers, (), "gather_numbers: [1, 40] numbers on the processes, expected equally many on all of them"),
-    (other_costs, (), "arrange: processes were given other pass times, expected the same on all of them"),
+    (other_numbers, (), "gather_numbers: [1, 40] numbers on the processes; expected equally many on all of them"),
+    (other_costs, (), "arrange: processes were given other pass times; expected the same on all of them"),
     (three_methods, (), ["full_gradients", "step", "evaluate", "full_gradients"]),
 ]
 
@@ -227,5 +227,5 @@ def leave_a_stream() -> str:
 
 def test_a_stream_that_is_left_is_named_by_the_next_method() -> None:
     outcomes = run_outcomes(leave_a_stream, 2)
-    assert outcomes[0].value == "step: stream_state was left before its end, expected it to be exhausted first"
+    assert outcomes[0].value == "step: stream_state was left before its end; expected it to be exhausted first"
     assert outcomes[1].exception is not None and "awaiting part of " in str(outcomes[1].exception), describe(outcomes)

@@ -243,12 +243,12 @@ class Returns(nn.Module):
 
 SHOWN = "hidden [sequences, tokens, 12] torch.float64, sums [sequences] torch.float32 without gradient"
 WRONG = [
-    (lambda hidden: hidden, f"1 tensor, expected {SHOWN}"),
-    (lambda hidden: (hidden, hidden, hidden), f"3 tensors, expected {SHOWN}"),
-    (lambda hidden: (hidden, None), "a NoneType, expected sums"),
-    (lambda hidden: (hidden, hidden.detach().sum(-1).float()), r"[2, 6] torch.float32, expected sums"),
-    (lambda hidden: (hidden, hidden.detach().sum((1, 2))), r"[2] torch.float64, expected sums"),
-    (lambda hidden: (hidden, hidden.sum((1, 2)).float()), r"a tensor with a gradient, expected sums"),
+    (lambda hidden: hidden, f"1 tensor; expected {SHOWN}"),
+    (lambda hidden: (hidden, hidden, hidden), f"3 tensors; expected {SHOWN}"),
+    (lambda hidden: (hidden, None), "a NoneType; expected sums"),
+    (lambda hidden: (hidden, hidden.detach().sum(-1).float()), r"[2, 6] torch.float32; expected sums"),
+    (lambda hidden: (hidden, hidden.detach().sum((1, 2))), r"[2] torch.float64; expected sums"),
+    (lambda hidden: (hidden, hidden.sum((1, 2)).float()), r"a tensor with a gradient; expected sums"),
 ]
 
 

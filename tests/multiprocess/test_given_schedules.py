@@ -140,7 +140,7 @@ def run_ours(folder: Path) -> None:
         ("vocab-1", program, "passes of vocab-2, not those of mode vocab-1"),
         ("first-last", damaged(uneven), "1RECV_F0"),
         ("vocab-2", 7, "schedule is int; it must be a name"),
-        ("vocab-2", lambda devices, microbatches: "0F0", "returned str, expected an Order"),
+        ("vocab-2", lambda devices, microbatches: "0F0", "returned str; expected an Order"),
     ):
         with pytest.raises(InputError, match=words):
             trained(schedule, mode)

@@ -179,11 +179,11 @@ FAULTS = {
     "shorter": (
         lambda gradient: gradient[:1],
         InputError,
-        r"returned \[1\] torch.float64 on cpu, expected None or .*\[16\]",
+        r"returned \[1\] torch.float64 on cpu; expected None or .*\[16\]",
     ),
     "narrow": (lambda gradient: gradient.bfloat16(), InputError, r"returned \[16\] torch.bfloat16 on cpu"),
-    "number": (lambda gradient: 0.0, InputError, "returned float instead of a tensor, expected None or a gradient"),
-    "sparse": (lambda gradient: gradient.to_sparse(), InputError, "torch.sparse_coo, expected None"),
+    "number": (lambda gradient: 0.0, InputError, "returned float instead of a tensor; expected None or a gradient"),
+    "sparse": (lambda gradient: gradient.to_sparse(), InputError, "torch.sparse_coo; expected None"),
 }
 
 

@@ -127,7 +127,7 @@ def fail(folder: str, how: str) -> None:
     elif rank == 2:
         communicators["F:1>2"].receive(torch.zeros(1), 1, "2RECV_F3").wait("2F3")
     elif how == "input":
-        raise InputError('schedule: "2f2b", expected one of gpipe, 1f1b')
+        raise InputError('schedule: "2f2b"; expected one of gpipe, 1f1b')
     elif how == "run":
         raise RunError("checkpoint: no space left on the device")
     elif how == "other":
@@ -141,7 +141,7 @@ def fail(folder: str, how: str) -> None:
 
 def everyone_fails() -> None:
     """The same mistake found by all at once, as with a wrong config."""
-    raise InputError("devices: 3, expected at most 2")
+    raise InputError("devices: 3; expected at most 2")
 
 
 AWAITING = r"; process (0 was awaiting 0RECV_B2 for 0B2|2 was awaiting 2RECV_F3 for 2F3) from process 1"
@@ -149,7 +149,7 @@ KILLED = r"process 1 \(pid \d+\) (was killed by signal 9 \(SIGKILL\)|has died: k
 SILENT = r"process 1 gave no sign of life for 2 s \(pid \d+; it was not waiting for any process\)"
 CAUSES = {
     # Those that waited may be a moment late: a culprit that fails at once may do so before they wait.
-    "input": (InputError, re.escape('schedule: "2f2b", expected one of gpipe, 1f1b')),
+    "input": (InputError, re.escape('schedule: "2f2b"; expected one of gpipe, 1f1b')),
     "run": (RunError, f"checkpoint: no space left on the device({AWAITING})?"),
     "other": (RunError, f"process 1 failed: KeyError: 'boo'({AWAITING})?"),
     "exit": (RunError, f"process 1 failed: SystemExit: 5({AWAITING})?"),
@@ -175,7 +175,7 @@ def test_the_first_cause_comes_back_and_no_process_is_left(tmp_path, capfd, how)
 def test_a_mistake_found_by_all_is_told_once():
     with pytest.raises(InputError) as caught:
         launch(everyone_fails, processes=3, torch_device="cpu")
-    assert str(caught.value) == "devices: 3, expected at most 2"
+    assert str(caught.value) == "devices: 3; expected at most 2"
     assert len(caught.value.__notes__) == 1
 
 
@@ -309,7 +309,7 @@ def reads_no_json() -> None:
 
 
 def refuses() -> None:
-    raise InputError("size: 3, expected 4")  # shown
+    raise InputError("size: 3; expected 4")  # shown
 
 
 MISTAKES = {

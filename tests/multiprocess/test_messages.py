@@ -44,7 +44,7 @@ def somebody_sends_something_else(what: str) -> None:
         content = {"a pickle": b"\x80\x04\x95\x00", "too much": b"x" * 100, "deep": b"[" * 90_000}[what]
         messages._encode = lambda _: torch.frombuffer(bytearray(content), dtype=torch.uint8)
     messages.LIMIT_BYTES = 99 if what == "too much" else 100_000
-    message = {"too much": "announced a message of 100 bytes, expected 1 to 99"}.get(what, "sent invalid JSON")
+    message = {"too much": "announced a message of 100 bytes; expected 1 to 99"}.get(what, "sent invalid JSON")
     with pytest.raises(RunError, match=message):
         gather_values(0, None)
 

@@ -110,7 +110,7 @@ def find_after_damage(folder: Path) -> None:
         dist.barrier()
     with pytest.raises(InputError, match=r"no sound checkpoint .*step-00000002: .*or an empty folder"):
         evenpipe.newest_checkpoint(folder)
-    with pytest.raises(InputError, match="is one checkpoint, expected the folder of all checkpoints"):
+    with pytest.raises(InputError, match="is one checkpoint; expected the folder of all checkpoints"):
         evenpipe.newest_checkpoint(folder / "step-00000001")
 
 
@@ -178,7 +178,7 @@ def check_what_is_refused(folder: Path) -> None:
         optimizer = torch.optim.AdamW(two_groups(pipeline)[pipeline.device :], lr=RATE)
         with pytest.raises(InputError, match="Tensor is not JSON serializable; expected JSON values"):
             pipeline.save_checkpoint(folder / "never", 1, optimizer, None, {"loss": torch.zeros(1)})
-        words = "2 groups on process 0 and 1 on process 1, expected the same number on every process, with empty ones"
+        words = "2 groups on process 0 and 1 on process 1; expected the same number on every process, with empty ones"
         with pytest.raises(InputError, match=words):
             pipeline.save_checkpoint(folder / "never", 1, optimizer, SCHEDULERS["LambdaLR"](optimizer))
     assert not list((folder / "never").glob("step-*"))

@@ -90,7 +90,7 @@ def _llama(**options: Any) -> Pipeline:
 PAIR = {"cp": 2}
 PIPELINES: list[tuple[Callable[[], Pipeline], str]] = [
     (lambda: _modules(tp=2), "tp: plain modules do not say how they could be cut"),
-    (lambda: _modules(slices=2), "slices: plain modules do not say where they attend to other tokens, expected 1"),
+    (lambda: _modules(slices=2), "slices: plain modules do not say where they attend to other tokens; expected 1"),
     (lambda: _modules(**PAIR), "cp: plain modules do not say where they attend to other tokens"),
     (lambda: _llama(slices=2, schedule="dualpipe-v"), "sequences cannot be cut in an order with .*OVERLAP_F_B, whose"),
     (lambda: _llama(slices=2, schedule=Schedule1F1B), "slices is 2; it must be 1, as in the order: only a schedule"),

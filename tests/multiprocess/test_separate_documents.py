@@ -117,7 +117,7 @@ def other_labels_and_refusals() -> None:
     again = pipeline.step(ids, labels, position_ids=POSITIONS)
     assert (again.tokens, again.loss) == (first.tokens, first.loss)
     assert torch.equal(labels, ids)
-    with pytest.raises(InputError, match=r"^attention_mask: given, expected None with separate documents: padding is"):
+    with pytest.raises(InputError, match=r"^attention_mask: given; expected None with separate documents: padding is"):
         pipeline.step(ids, attention_mask=torch.ones_like(ids), position_ids=POSITIONS)
     pipeline.close()
     joined = Pipeline(model, **options)
@@ -127,7 +127,7 @@ def other_labels_and_refusals() -> None:
     with pytest.raises(InputError, match=r'^documents is "apart"; it must be one of joined, separate'):
         Pipeline(model, documents="apart")
     embedding, head = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7)
-    with pytest.raises(InputError, match=r'^documents: plain modules do not say .*, expected "joined" with them'):
+    with pytest.raises(InputError, match=r'^documents: plain modules do not say .*; expected "joined" with them'):
         Pipeline.from_modules(embedding, [torch.nn.Linear(4, 4)], None, head, documents="separate")
 
 

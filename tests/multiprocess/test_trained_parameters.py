@@ -76,9 +76,9 @@ def sentence(name: str, kind: str, differ: str | tuple[str, int, int, int]) -> s
         axis, one, other, device = differ
         changed, unchanged, where = f"{axis} rank {one}", f"{axis} rank {other}", f" of device {device}"
     if kind == "hook":
-        return rf"^{re.escape(name)}: {changed} and {unchanged}{where} have different gradient hooks, expected"
+        return rf"^{re.escape(name)}: {changed} and {unchanged}{where} have different gradient hooks; expected"
     on, off = (changed, unchanged) if isinstance(differ, str) else (unchanged, changed)
-    return rf"^{re.escape(name)}: requires_grad is True on {on} and False on {off}{where}, expected the same"
+    return rf"^{re.escape(name)}: requires_grad is True on {on} and False on {off}{where}; expected the same"
 
 
 def differs(case: Case, name: str, ranks: tuple[int, ...], kind: str, said: str) -> None:

@@ -162,7 +162,7 @@ BAD: list[tuple[tuple[Any, ...], str]] = [
     (("1f1b", 2, 2.0), "microbatches is 2.0; it must be a whole number of at least 1"),
     ((WRONG_SIZE, 2, 2), "the order is for 3 devices and 2 microbatches, not 2 and 2"),
     ((lambda devices, microbatches: WRONG_SIZE, 3, 1), "3 devices and 2 microbatches, not 3 and 1"),
-    ((lambda devices, microbatches: None, 3, 1), "returned NoneType, expected an Order"),
+    ((lambda devices, microbatches: None, 3, 1), "returned NoneType; expected an Order"),
     ((lambda: None, 2, 2), "schedule: <lambda>(devices, microbatches) cannot be called: too many positional"),
     ((add_vocabulary(WRONG_SIZE, "vocab-2"), 3, 2, "vocab-1"), "passes of vocab-2, not those of mode vocab-1"),
     ((add_vocabulary(WRONG_SIZE, "vocab-2"), 3, 2, "first-last"), "of vocab-2, not those of mode first-last"),

@@ -181,7 +181,7 @@ def test_when_nothing_takes_time_the_first_order_is_best() -> None:
 
 
 WRONG = [
-    ({"microbatches": 10**9}, "this one has 4000000000 passes, expected at most 4000"),
+    ({"microbatches": 10**9}, "this one has 4000000000 passes; expected at most 4000"),
     (
         {"costs": Costs(F=1, B=1)},
         "E is missing, but vocabulary mode vocab-2 has such passes; .* or take mode first-last",

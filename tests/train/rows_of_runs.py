@@ -72,7 +72,7 @@ def faults_of_run(rows: int, starts: Sequence[Start], *, fraction: float, packed
     training, _ = split_rows(rows, fraction)
     epochs, rest = divmod(len(read), len(training))
     if not epochs:
-        faults.append(f"{len(read)} of {len(training)} rows are read, expected at least one epoch")
+        faults.append(f"{len(read)} of {len(training)} rows are read; expected at least one epoch")
     for epoch in range(epochs):
         counts = Counter(read[epoch * len(training) : (epoch + 1) * len(training)])
         if counts != Counter(training.tolist()):

@@ -91,7 +91,7 @@ def test_one_that_wants_to_stop_is_enough_and_all_are_called():
 
 
 def test_any_other_answer_is_a_sentence():
-    with pytest.raises(RunError, match=r'Answers returned true from on_step_end, expected None or "stop"$'):
+    with pytest.raises(RunError, match=r'Answers returned true from on_step_end; expected None or "stop"$'):
         call(make_callbacks([Answers(True)]), "on_step_end", state())
-    with pytest.raises(RunError, match=r"Answers returned true from on_save, expected None$"):
+    with pytest.raises(RunError, match=r"Answers returned true from on_save; expected None$"):
         call(make_callbacks([Answers(True)]), "on_save", state(), "somewhere")

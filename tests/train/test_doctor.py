@@ -84,7 +84,7 @@ def test_parts_that_fail_end_or_hang_are_rows(tmp_path: Path) -> None:
     assert faults["raising"] == "ZeroDivisionError: division by zero"
     assert faults["crashed"] == "its process ended with exit code -9"
     assert faults["hanging"] == "not done after 8 s"
-    assert faults["wrong"].startswith("the gradient of model.layers.1.mlp.up_proj.weight is off by 1.0e-06, expected")
+    assert faults["wrong"].startswith("the gradient of model.layers.1.mlp.up_proj.weight is off by 1.0e-06; expected")
     assert "the last words" in outcomes[2].log and not outcomes[0].log
     assert not any(is_alive(int(file.name)) for file in tmp_path.iterdir())
 

@@ -36,7 +36,7 @@ RESTARTS = ((14,), (10, 22))
 """Positions where further documents of packed rows begin; no document is longer than `FEW_TOKENS`."""
 PADDED = 2
 """Tokens of padding: fewer than a window, since with more some families produce NaN in fp64."""
-PLAIN = "plain modules do not say where they attend to other tokens, expected"
+PLAIN = "plain modules do not say where they attend to other tokens; expected"
 """Start of the sentence that rejects plain modules; the accepted value follows."""
 
 
@@ -124,7 +124,7 @@ def _whole_rows(description: Description, refuse: str, plain: str, runs_on: str)
 def _refuse_dropout(description: Description) -> None:
     """Raise InputError for dropout, which the small copy does not have."""
     for name, share in attention_dropout(description):
-        raise InputError(f"its attention drops weights ({name} is {share:g} in the model's config, expected 0).")
+        raise InputError(f"its attention drops weights ({name} is {share:g} in the model's config; expected 0).")
 
 
 def attention_dropout(description: Description) -> list[tuple[str, float]]:

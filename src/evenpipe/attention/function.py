@@ -323,7 +323,7 @@ class _Inner:
             raise InputError(
                 f"attn_implementation: {self._name!r} of {type(self._module).__name__} does not compute pieces of"
                 f" sequences or separate documents on a {'GPU' if on_gpu else 'CPU'} in {dtype} with all that the layer"
-                " asks for, expected 'sdpa' or 'eager', or 'flex_attention' on a GPU"
+                " asks for; expected 'sdpa' or 'eager', or 'flex_attention' on a GPU"
             )
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:

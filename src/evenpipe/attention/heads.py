@@ -42,7 +42,7 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, heads: HeadExchange) -> 
     if count % heads.size or (key_heads % heads.size and heads.size % key_heads):
         raise InputError(
             f"context_exchange: {heads.size} context ranks cannot share {count} heads with {key_heads} of keys and"
-            ' values, expected "keys"'
+            ' values; expected "keys"'
         )
     if key_heads % heads.size:
         key, value = (tensor.repeat_interleave(heads.size // key_heads, 1) for tensor in (key, value))

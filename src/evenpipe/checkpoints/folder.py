@@ -156,7 +156,7 @@ def newest_checkpoint(
         RunError: a disk or a process failed.
     """
     if is_checkpoint(Path(folder)):
-        raise InputError(f"{str(folder)!r} is one checkpoint, expected the folder of all checkpoints")
+        raise InputError(f"{str(folder)!r} is one checkpoint; expected the folder of all checkpoints")
     result = find_latest(folder, process_group)
     if Team(process_group).rank == 0:
         for rejected in result.rejected:

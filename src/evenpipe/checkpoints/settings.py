@@ -75,7 +75,7 @@ def merge_settings(by_rank: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if len(rank_settings["groups"]) != len(first["groups"]):
             raise InputError(
                 f"scheduler: the optimizer has {count(len(first['groups']), 'group')} on {process(first_rank)} and"
-                f" {len(rank_settings['groups'])} on {process(rank)}, expected the same number on every process, with"
+                f" {len(rank_settings['groups'])} on {process(rank)}; expected the same number on every process, with"
                 " empty ones"
             )
         settings["scheduler"] = {"type": first["scheduler"], "groups": len(first["groups"]), "state": first["state"]}
@@ -135,7 +135,7 @@ def _check_pair(optimizer: Optimizer | None, scheduler: Any) -> None:
             f"scheduler is {type(scheduler).__name__}; it must be one of torch.optim.lr_scheduler, or None"
         )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise InputError("scheduler: it schedules another optimizer, expected a scheduler of the optimizer given")
+        raise InputError("scheduler: it schedules another optimizer; expected a scheduler of the optimizer given")
 
 
 def _kind(optimizer: Optimizer) -> str:
@@ -176,7 +176,7 @@ def _state_of_scheduler(
         raise InputError(f"scheduler: it is {kind}, but {where} was saved with {saved['type']}")
     if saved["groups"] != groups:
         raise InputError(
-            f"scheduler: the optimizer has {count(groups, 'group')} here and had {saved['groups']} in {where},"
+            f"scheduler: the optimizer has {count(groups, 'group')} here and had {saved['groups']} in {where};"
             " expected the same number, with empty ones"
         )
     state: dict[str, Any] = _from_json(saved["state"])

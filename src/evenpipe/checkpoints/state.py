@@ -58,7 +58,7 @@ def tensors_to_save(shards: Parameters, optimizer: torch.optim.Optimizer | None)
                 continue  # momentum_buffer of plain SGD
             if not isinstance(value, Tensor) or "." in key:
                 raise InputError(
-                    f"optimizer: its state {key!r} of {name!r} is {type(value).__name__}, expected a tensor"
+                    f"optimizer: its state {key!r} of {name!r} is {type(value).__name__}; expected a tensor"
                 )
             same_on_all = _is_same_on_all(parameter, key, optimizer)
             cut_alike = None if same_on_all else placement.of_state(value.shape)
@@ -67,7 +67,7 @@ def tensors_to_save(shards: Parameters, optimizer: torch.optim.Optimizer | None)
             elif placement.cuts and value.numel() != 1 and not same_on_all:
                 rows = len(parameter)
                 raise InputError(
-                    f"optimizer: its state {key!r} of {name!r} has shape {tuple(value.shape)}, expected"
+                    f"optimizer: its state {key!r} of {name!r} has shape {tuple(value.shape)}; expected"
                     f" {count(rows, 'row')}, as many as the process has of the parameter, or one number"
                 )
             elif placement.is_first_part:  # the same on every process

@@ -172,7 +172,7 @@ class Communicator:
         shape = (len(self.members), *tensor.shape)
         if output is None:
             output = tensor.new_empty(shape)
-        assert output.shape == shape, f"{label}: output is {tuple(output.shape)}, expected {shape}"
+        assert output.shape == shape, f"{label}: output is {tuple(output.shape)}; expected {shape}"
         if self.group is None:
             output[0].copy_(tensor)
 
@@ -298,7 +298,7 @@ class Communicator:
         at_root = root == self.rank
         expected = sum(counts) if at_root else counts[self.position]
         assert len(rows) == expected, (
-            f"{label}: {len(rows)} rows, expected {expected} (counts {list(counts)}, root {root})"
+            f"{label}: {len(rows)} rows; expected {expected} (counts {list(counts)}, root {root})"
         )
         if at_root:
             parts = self._parts(counts)

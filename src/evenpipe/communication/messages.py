@@ -115,5 +115,5 @@ def _gather_lengths(length: int, group: dist.ProcessGroup | None, called: str) -
 
 def _checked(lengths: Sequence[int]) -> Sequence[int]:
     if not all(0 < length <= LIMIT_BYTES for length in lengths):
-        raise RunError(f"another process announced a message of {max(lengths)} bytes, expected 1 to {LIMIT_BYTES}")
+        raise RunError(f"another process announced a message of {max(lengths)} bytes; expected 1 to {LIMIT_BYTES}")
     return lengths

@@ -91,4 +91,4 @@ def _check(groups: Sequence[Bars]) -> None:
     if sum(len(group.devices) for group in groups) > _MOST_BARS:
         raise InputError(f"there are more than {_MOST_BARS} devices to draw; draw fewer at a time")
     if len(_terms(groups)) > len(COLOURS):
-        raise InputError(f"memory of {len(_terms(groups))} terms cannot be drawn, expected at most {len(COLOURS)}")
+        raise InputError(f"memory of {len(_terms(groups))} terms cannot be drawn; expected at most {len(COLOURS)}")

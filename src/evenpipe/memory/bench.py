@@ -435,7 +435,7 @@ class Bench:
             start, by_index = marks[:1], dict(zip(self._weight_indices, marks[1:], strict=True))
             layers, end = [by_index.get(index, LineStretch()) for index in range(count)], LineStretch()
         elif count:
-            assert len(marks) == count + 2, f"{name}: {len(marks)} stretches, expected those of {count} layers"
+            assert len(marks) == count + 2, f"{name}: {len(marks)} stretches; expected those of {count} layers"
             start, layers, end = marks[:1], marks[1:-1], marks[-1]
             if backwards:
                 layers.reverse()

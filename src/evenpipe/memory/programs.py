@@ -84,7 +84,7 @@ def planned(
     if (program.devices, program.microbatches) != (recipe.devices, recipe.microbatches):
         raise InputError(
             f"schedule: a program of {count(program.devices, 'device')} and"
-            f" {count(program.microbatches, 'microbatch')}, expected {recipe.devices} and {recipe.microbatches}"
+            f" {count(program.microbatches, 'microbatch')}; expected {recipe.devices} and {recipe.microbatches}"
         )
     stages = program.placement.stages
     split = recipe.layers_per_stage or even_split(description.layers, stages)

@@ -105,7 +105,7 @@ class EdgeSpec:
     def check(self, producer: str, returned: Sequence[Any], sequences: int, tokens: int) -> None:
         """Raise InputError if the tensors that a part of the model returned for a microbatch do not have this form."""
         if len(returned) != len(self.tensors):
-            raise InputError(f"{producer} returned {count(len(returned), 'tensor')}, expected {self}.")
+            raise InputError(f"{producer} returned {count(len(returned), 'tensor')}; expected {self}.")
         for tensor, value in zip(self.tensors, returned, strict=True):
             if fault := tensor.fault(value, sequences, tokens):
-                raise InputError(f"{producer} returned {fault}, expected {tensor}.")
+                raise InputError(f"{producer} returned {fault}; expected {tensor}.")

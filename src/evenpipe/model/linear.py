@@ -72,7 +72,7 @@ def use_products(layer: nn.Module, products: Products) -> None:
     """
     if is_linear(layer):
         if not is_one_product(layer):
-            raise InputError(f"{type(layer).__name__} does more than one product, expected a layer that is x W^T + b")
+            raise InputError(f"{type(layer).__name__} does more than one product; expected a layer that is x W^T + b")
         if not isinstance(layer, _WithProducts):
             layer.__class__ = specialised(type(layer), _WithProducts)  # type: ignore[assignment, arg-type]
     layer.__dict__["_products"] = products

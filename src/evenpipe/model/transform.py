@@ -77,7 +77,7 @@ def transformed(description: Description, transforms: Sequence[LayerTransform]) 
     for name, shape in old_shapes.items():
         if result.shapes.get(name) != shape:
             raise InputError(
-                f"transforms: {name} is {result.shapes.get(name, 'missing')} behind them, expected {shape} as before:"
+                f"transforms: {name} is {result.shapes.get(name, 'missing')} behind them; expected {shape} as before:"
                 " they may add parameters only"
             )
     return result

@@ -94,14 +94,14 @@ class Grid:
         sizes = dict.fromkeys(axes, 1) | dict(zip(names, mesh.mesh.shape, strict=True))
         unknown = {name: size for name, size in sizes.items() if name not in axes and size > 1}
         if unknown:
-            raise InputError(f"mesh: axes {unknown} beside {', '.join(axes)} are unknown, expected length 1")
+            raise InputError(f"mesh: axes {unknown} beside {', '.join(axes)} are unknown; expected length 1")
         order = [name for name in names if name not in axes] + [name for name in axes if name in names]
         ranks = mesh.mesh.permute([names.index(name) for name in order]).flatten().tolist()
         if sorted(ranks) != list(range(world_size)):
             shown = [axis for axis in axes if axis in ("dp", "pp") or sizes[axis] > 1]
             raise InputError(
                 f"mesh: {' x '.join(str(sizes[axis]) for axis in shown)} processes ({' x '.join(shown)}, ranks"
-                f" {sorted(ranks)}), expected all {world_size} of the run, each once"
+                f" {sorted(ranks)}); expected all {world_size} of the run, each once"
             )
         sizes |= {"dp": sizes["dp"] * sizes["ep"]} if "ep" in names else {"ep": ep}
         return cls(_cut_sizes(sizes), tuple(ranks), rank)

@@ -234,7 +234,7 @@ class Groups:
         """Return the rows of everyone, [members, ROOM] int64 on the host."""
         assert self.everyone is not None
         if self._streaming is not None:
-            raise InputError(f"{name}: {self._streaming} was left before its end, expected it to be exhausted first")
+            raise InputError(f"{name}: {self._streaming} was left before its end; expected it to be exhausted first")
         return gather_calls(self.everyone, row, label, needed_by)
 
     def _in_order(self, table: list[list[int]]) -> list[list[int]]:
@@ -267,7 +267,7 @@ class Groups:
         rows = self.begin(called, [len(bits), *(bits if fits else ())], label, needed_by)
         counts = [count for count, *_ in rows]
         if len(set(counts)) > 1:
-            raise InputError(f"{called}: {counts} numbers on the processes, expected equally many on all of them")
+            raise InputError(f"{called}: {counts} numbers on the processes; expected equally many on all of them")
         table = [row for _, *row in rows] if fits else self.gather(bits, label, needed_by)
         return torch.tensor(table, dtype=torch.int64).view(torch.float64).tolist()
 

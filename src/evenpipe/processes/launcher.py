@@ -118,7 +118,7 @@ def launch(
     _end_if_unguarded()
     if "RANK" in os.environ:
         raise InputError(
-            f"launch: this is already process {os.environ['RANK']} of a launched group (environment variable RANK), "
+            f"launch: this is already process {os.environ['RANK']} of a launched group (environment variable RANK); "
             "expected a program that is not; call the function itself"
         )
     if processes < 1:
@@ -127,7 +127,7 @@ def launch(
         work = _dumps((function, arguments))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise InputError(
-            f"launch: the function and its arguments cannot be pickled ({error}), expected a function at the top level "
+            f"launch: the function and its arguments cannot be pickled ({error}); expected a function at the top level "
             "of a module and arguments of plain types"
         ) from error
     limits = {

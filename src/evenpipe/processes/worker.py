@@ -167,7 +167,7 @@ def initialise_worker(
     """
     if _this is not None:
         if not _this.owned and _this.world_size > 1:
-            raise InputError("initialise_worker: this process has an open pipeline, expected the call before the first")
+            raise InputError("initialise_worker: this process has an open pipeline; expected the call before the first")
         _this.owned = True
         return _this
     worker = start_worker(
@@ -374,7 +374,7 @@ def device_of_pipeline(worker: Worker, wanted: torch.device | None) -> torch.dev
     if alike or bound_device() is not None:
         raise InputError(
             f"torch_device: {str(wanted)!r}, but this process computes on {own} since its first call of "
-            f"initialise_worker or Pipeline, expected {str(own)!r}; choose another one in that call"
+            f"initialise_worker or Pipeline; expected {str(own)!r}; choose another one in that call"
         )
     return _own_device(wanted)[0]
 
@@ -393,7 +393,7 @@ def _own_device(wanted: torch.device | str | None) -> tuple[torch.device, str]:
     if bound is not None and device not in (bound, torch.device(bound.type)):
         raise InputError(
             f"torch_device: {str(wanted)!r}, but the default process group is bound to {bound} (device_id of "
-            f"init_process_group), expected {str(bound)!r}"
+            f"init_process_group); expected {str(bound)!r}"
         )
     if device.type != "cuda":
         return device, ""

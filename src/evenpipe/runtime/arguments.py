@@ -47,7 +47,7 @@ def check_no_autocast(torch_device: torch.device) -> None:
     if torch.is_autocast_enabled(torch_device.type):
         dtype = torch.get_autocast_dtype(torch_device.type)
         raise InputError(
-            f"torch.autocast is on, with {dtype}, expected steps outside of it: Pipeline(compute_dtype={dtype})"
+            f"torch.autocast is on, with {dtype}; expected steps outside of it: Pipeline(compute_dtype={dtype})"
             " computes in that dtype"
         )
 
@@ -188,7 +188,7 @@ def recipe_of(recipe: Recipe | None, options: PipelineOptions, grid: Grid) -> Re
     if recipe is None:
         recipe = Recipe.of(**cast(RecipeOptions, {**options, **sizes}))
     elif options:
-        raise InputError(f"recipe: given together with {', '.join(options)}, expected one or the other")
+        raise InputError(f"recipe: given together with {', '.join(options)}; expected one or the other")
     mismatched = {axis: size for axis in OPTIONAL if (size := getattr(recipe.parallelism, axis)) != sizes[axis]}
     if mismatched:
         expected = {axis: sizes[axis] for axis in mismatched}

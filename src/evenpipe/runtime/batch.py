@@ -251,13 +251,13 @@ def _fault_of_update(replicas: Sequence[_Row], totals: Totals) -> InputError | N
         [_total_of(replica.of_update) for replica in replicas],
     )
     if len(set(steps)) > 1:
-        return InputError(f"accumulate: {steps} by replica, expected the same number of steps in all of them")
+        return InputError(f"accumulate: {steps} by replica; expected the same number of steps in all of them")
     if len(set(weights)) > 1:
-        return InputError(f"total_tokens: {weights} by replica, expected in all of them that of all replicas together")
+        return InputError(f"total_tokens: {weights} by replica; expected in all of them that of all replicas together")
     total = totals.of_update
     if total is not None and totals.weight > total * ROUNDING_OF_TOTALS:
         return InputError(
-            f"total_tokens: {total:.10g}, but this step alone counts {totals.weight:.10g}, expected the number of all"
+            f"total_tokens: {total:.10g}, but this step alone counts {totals.weight:.10g}; expected the number of all"
             " steps of the update, over all replicas"
         )
     return None

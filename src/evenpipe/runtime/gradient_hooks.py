@@ -145,7 +145,7 @@ def _check_result(hook: Hook, name: str) -> Hook:
         result = hook(gradient)
         if result is not None and _kind(result) != _kind(gradient):
             raise InputError(
-                f"{name}: its gradient hook returned {_kind(result)}, expected None or a gradient like its own,"
+                f"{name}: its gradient hook returned {_kind(result)}; expected None or a gradient like its own,"
                 f" {_kind(gradient)}"
             )
         return result

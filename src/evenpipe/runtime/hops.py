@@ -52,7 +52,7 @@ def check_edges(stages: Mapping[int, HasEdges], edges: Iterable[Edge], groups: G
         if len(specs) > 1:
             raise InputError(
                 f"model: its stages {edge[0]} and {edge[1]} disagree about what the edge between them carries"
-                f" ({'; or '.join(sorted(specs))}), expected the same model on all processes"
+                f" ({'; or '.join(sorted(specs))}); expected the same model on all processes"
             )
 
 

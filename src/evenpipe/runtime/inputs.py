@@ -91,11 +91,11 @@ def unpacked(inputs: Inputs) -> Inputs:
     accepted = join(INPUT_NAMES)
     for name in tensors:
         if name not in INPUT_NAMES:
-            raise InputError(f"batch: it has {shown(name)}, which a step does not take, expected only {accepted}")
+            raise InputError(f"batch: it has {shown(name)}, which a step does not take; expected only {accepted}")
         if getattr(inputs, name) is not None:
-            raise InputError(f"{name}: given in the batch and as an argument too, expected one of both")
+            raise InputError(f"{name}: given in the batch and as an argument too; expected one of both")
     if "input_ids" not in tensors:
-        raise InputError(f"batch: it has {join(list(tensors)) or 'nothing'}, expected at least input_ids")
+        raise InputError(f"batch: it has {join(list(tensors)) or 'nothing'}; expected at least input_ids")
     return replace(inputs, batch=None, **tensors)
 
 
@@ -121,7 +121,7 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
         _check_total(inputs.total_tokens, inputs.accumulate, model)
     if input_ids is None:
         raise InputError(
-            "input_ids: the first process of the pipeline was given None, expected [batch, sequence] int64"
+            "input_ids: the first process of the pipeline was given None; expected [batch, sequence] int64"
         )
     if input_ids.dim() != 2 or input_ids.dtype != torch.int64 or input_ids.numel() == 0:
         raise InputError(
@@ -174,7 +174,7 @@ def check(inputs: Inputs, *, microbatches: int, model: Description, tokens: Divi
         )
     for name, tensor in (("position_ids", position_ids), ("attention_mask", attention_mask)):
         if tensor is not None and not model.takes(name):
-            raise InputError(f"{name}: {model.architecture} does not take it, expected None")
+            raise InputError(f"{name}: {model.architecture} does not take it; expected None")
     rows = model.position_rows
     if position_ids is not None and (int(position_ids.min()) < 0 or int(position_ids.max()) >= (rows or 2**63)):
         accepted = "at least 0" if rows is None else f"0 to {rows - 1}"
@@ -204,14 +204,14 @@ def _check_total(total: Any, accumulate: int | None, model: Description) -> None
     if accumulate is None and model.router_loss is not None:
         raise InputError(
             f"total_tokens: {total!r} without accumulate, but the routers of {model.architecture} add a loss of each"
-            " step, expected also accumulate, the number of steps of the update"
+            " step; expected also accumulate, the number of steps of the update"
         )
 
 
 def _check_mask(attention_mask: Tensor, *, separate: bool) -> None:
     if separate:
         raise InputError(
-            "attention_mask: given, expected None with separate documents: padding is a document without labels (its"
+            "attention_mask: given; expected None with separate documents: padding is a document without labels (its"
             " position ids begin at 0, its labels are -100)"
         )
     is_one = attention_mask == 1

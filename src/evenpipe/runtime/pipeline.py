@@ -513,7 +513,7 @@ class Pipeline:
         about: further facts for the reader of the trace. Collective.
         """
         if result.record.clock is None:
-            raise InputError("trace: the step was not recorded, expected the result of step(..., record_passes=True)")
+            raise InputError("trace: the step was not recorded; expected the result of step(..., record_passes=True)")
         self._groups.agree("trace")
         layout = self.layout
         ranks = {"tp": self.tensor_ranks} if self.tensor_ranks > 1 else {}
@@ -544,7 +544,7 @@ class Pipeline:
         fingerprint = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
         orders = self._groups.begin("arrange", [fingerprint], "the call of arrange", "")
         if any(order != [fingerprint] for order in orders):
-            raise InputError("arrange: processes were given other pass times, expected the same on all of them")
+            raise InputError("arrange: processes were given other pass times; expected the same on all of them")
         self.layout = layout
 
     def from_the_first(self, text: str | None, label: str) -> str | None:
@@ -667,7 +667,7 @@ class Pipeline:
     def _run(self, inputs: Inputs, *, training: bool, record_passes: bool) -> StepResult:
         self._watch.raise_cause()
         if self._closed:
-            raise InputError("the pipeline is closed and cannot step, expected one that is open: make a new one")
+            raise InputError("the pipeline is closed and cannot step; expected one that is open: make a new one")
         check_no_autocast(self.torch_device)
         if training and self.recipe.compile_layers and self._executor.draws is not None:
             check_memory_budget()

@@ -62,7 +62,7 @@ class StepResult:
         `total_tokens`, this step's share of the update's mean. Only with `LossOptions(entropy=True)`; otherwise
         InputError."""
         if self._entropy is None:
-            raise InputError("entropy: not computed, expected the loss option LossOptions(entropy=True)")
+            raise InputError("entropy: not computed; expected the loss option LossOptions(entropy=True)")
         return self._loss_factor * float(self._entropy.wait())
 
     @property

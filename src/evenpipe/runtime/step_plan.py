@@ -53,7 +53,7 @@ class StepPlan:
         Raises InputError if the recipe has a given order, or if the new order needs other communicators.
         """
         if not isinstance(self.recipe.schedule, str):
-            raise InputError("arrange: this pipeline runs a given order, expected one with a named schedule")
+            raise InputError("arrange: this pipeline runs a given order; expected one with a named schedule")
         layout = layout_of(
             replace(self.recipe, costs=costs, layers_per_stage=self.layout.layers_per_stage),
             self.costs,

@@ -149,11 +149,11 @@ class Trained:
         """group: the processes that train the parameter, or have more hooks."""
         if hooks:
             return InputError(
-                f"{name}: {group} and {peers} have different gradient hooks, expected the same on every process that"
+                f"{name}: {group} and {peers} have different gradient hooks; expected the same on every process that"
                 " holds the parameter or rows of it"
             )
         return InputError(
-            f"{name}: requires_grad is True on {group} and False on {peers}, expected the same on every process that"
+            f"{name}: requires_grad is True on {group} and False on {peers}; expected the same on every process that"
             " holds the parameter"
         )
 

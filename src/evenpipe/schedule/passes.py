@@ -151,7 +151,7 @@ class Pass:
         """Parse a pass. Raises InputError for any other text."""
         item = parse_item(text)
         if isinstance(item, Transfer):
-            raise InputError(f"{quoted(text)} is a transfer, expected a pass such as 2F0 or S0")
+            raise InputError(f"{quoted(text)} is a transfer; expected a pass such as 2F0 or S0")
         return item
 
 

@@ -75,13 +75,13 @@ def order_of_function(function: Callable[[int, int], Order], devices: int, micro
         inspect.signature(function).bind(devices, microbatches)
     except TypeError as error:
         raise InputError(
-            f"schedule: {name}(devices, microbatches) cannot be called: {error}, expected a function of these two"
+            f"schedule: {name}(devices, microbatches) cannot be called: {error}; expected a function of these two"
         ) from None
     except ValueError:  # some functions written in C have no signature
         pass
     order = function(devices, microbatches)
     if not isinstance(order, Order):
-        raise InputError(f"schedule: the function {name} returned {type(order).__name__}, expected an Order")
+        raise InputError(f"schedule: the function {name} returned {type(order).__name__}; expected an Order")
     return order
 
 

@@ -81,7 +81,7 @@ class OrderProblem:
 def refuse_large(passes: int) -> None:
     """Raise InputError for a case with too many passes."""
     if passes > LARGEST:
-        raise InputError(f"search is for small cases: this one has {count(passes, 'pass')}, expected at most {LARGEST}")
+        raise InputError(f"search is for small cases: this one has {count(passes, 'pass')}; expected at most {LARGEST}")
 
 
 @dataclass(frozen=True, slots=True)

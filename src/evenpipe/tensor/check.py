@@ -47,7 +47,7 @@ def cut_of_model(description: Description, ranks: int, *, check: bool = True) ->
             " all tokens, and would add noise of its own to them"
         )
     if description.config is None:
-        raise InputError("tp: plain modules do not say how they could be cut, expected 1 with them.")
+        raise InputError("tp: plain modules do not say how they could be cut; expected 1 with them.")
     copy = SmallCopies.of(description).exact
     with copy.computing():
         copy_ranks = 2  # ranks of the small copy

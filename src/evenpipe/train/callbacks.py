@@ -139,7 +139,7 @@ def call(callbacks: Sequence[Callback], method: str, state: TrainingState, *argu
             raise RunError(f"callback {name} failed in {method} at step {state.step}: {told}") from error
         if answer is not None and answer != STOP:
             raise RunError(
-                f"callback {name} returned {show(answer)} from {method}, expected None"
+                f"callback {name} returned {show(answer)} from {method}; expected None"
                 + (f' or "{STOP}"' if method in ("on_step_end", "on_evaluate") else "")
             )
         stop = stop or answer == STOP

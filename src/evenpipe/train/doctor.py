@@ -311,9 +311,9 @@ def _gradients(family: str, options: dict[str, Any]) -> dict[str, Any]:
     actual_loss, expected_loss = float(loss), float(expected.detach())
     values = {"error": errors[worst], "parameter": worst, "loss": actual_loss, "expected loss": expected_loss}
     if not errors[worst] <= EXACT:
-        values["fault"] = f"the gradient of {worst} is off by {errors[worst]:.1e}, expected at most {EXACT:.0e}"
+        values["fault"] = f"the gradient of {worst} is off by {errors[worst]:.1e}; expected at most {EXACT:.0e}"
     elif not abs(actual_loss / expected_loss - 1) <= EXACT:
-        values["fault"] = f"the loss is {actual_loss:.9g}, expected {expected_loss:.9g}"
+        values["fault"] = f"the loss is {actual_loss:.9g}; expected {expected_loss:.9g}"
     return values
 
 

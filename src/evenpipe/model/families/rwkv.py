@@ -23,7 +23,7 @@ def check_live(model: Any) -> None:
     if model.rwkv.layers_are_rescaled and 0 < model.config.rescale_every < len(model.rwkv.blocks):
         raise InputError(
             "model: its weights are those of evaluation, half as large every"
-            f" {model.config.rescale_every} layers, expected those of training: run its forward once after train()"
+            f" {model.config.rescale_every} layers; expected those of training: run its forward once after train()"
         )
 
 
