@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from provenance import write
 from transformers import AutoConfig
 
 from evenpipe.costs.hardware import find_hardware
@@ -128,7 +129,7 @@ def main() -> None:
                 in_flight = one["in_flight"]
                 print(f"{model:15} {devices:3} {one['schedule']:12}{one['mode']:13} {losses}   {in_flight}", flush=True)
                 if given.output is not None:
-                    given.output.write_text(json.dumps({"cases": found}, indent=1) + "\n", encoding="utf-8")
+                    write(given.output, {"cases": found})
     print(f"\nLoss in percent by FLOPs / now, the worst of all models\n\n{table(found)}")
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import transformers
+from provenance import provenance
 from torch import Tensor
 from transformers import LlamaConfig
 
-from evenpipe.runtime.trace import machine
 from evenpipe.train.config import Config
 from evenpipe.train.input_sections import DataConfig, ModelConfig, TokenizerConfig
 from evenpipe.train.pipeline_sections import PipelineConfig
@@ -69,11 +68,9 @@ class Results:
         torch_device: torch.device = CPU,
         **more: Any,
     ) -> None:
-        versions = {"transformers": transformers.__version__}
         self._all: dict[str, Any] = {
             "settings": asdict(settings) if isinstance(settings, Options) else dict(settings),
-            **machine(torch_device),
-            **versions,
+            **provenance(torch_device),
             **more,
             "cases": [],
         }

@@ -40,7 +40,7 @@ from evenpipe.schedule import SCHEDULES, VocabularyMode
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / "examples" / "models"
-RESULTS = ROOT / "benchmarks" / "results"
+GOLDEN = ROOT / "benchmarks" / "golden"
 CASES = 24
 """Estimates of each model."""
 MEMORY = 80 * 2**30
@@ -218,7 +218,7 @@ MADE: dict[str, Callable[[str, Any], Any]] = {
 
 def file_of(kind: str) -> Path:
     """Where the figures of a kind are."""
-    return RESULTS / f"golden_{kind}.json"
+    return GOLDEN / f"{kind}.json"
 
 
 def main() -> int:

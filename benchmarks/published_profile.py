@@ -34,6 +34,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from provenance import write
+
 from evenpipe.schedule import Costs, plan_order
 from evenpipe.simulate import simulate
 
@@ -140,7 +142,7 @@ def main() -> None:
         )
     if arguments.output:
         result = {"source": profile["source"], "hop_ms": hop_ms, "step_ms": step_ms, "rows": figures}
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write(arguments.output, result)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import statistics
 from collections import Counter
@@ -30,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from provenance import write
 
 from evenpipe.costs.hardware import find_hardware
 from evenpipe.errors import InputError
@@ -201,7 +202,7 @@ def main() -> None:
         found = list(pool.map(predicted, wanted, chunksize=4))
     print(*lines(found), sep="\n")
     if given.output:
-        given.output.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n", encoding="utf-8")
+        write(given.output, {"rows": [asdict(row) for row in found]})
 
 
 if __name__ == "__main__":

@@ -34,13 +34,13 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from provenance import write
 from transformers import LlamaConfig
 
 from evenpipe.costs.hardware import KNOWN, Hardware
@@ -262,7 +262,7 @@ def main() -> None:
         summary[name] = {"rows": len(ones), "fitted": halves[0], "other": halves[1], "mean": statistics.mean(errors)}
     if given.output:
         cases = [{**asdict(one.row), "fitted": one.fitted, "predicted": one.predicted} for one in found]
-        given.output.write_text(json.dumps({"summary": summary, "cases": cases}, indent=1) + "\n", encoding="utf-8")
+        write(given.output, {"summary": summary, "cases": cases})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import resource
 import subprocess
 import sys
@@ -20,6 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from provenance import write
 
 from evenpipe.schedule import EQUAL_COSTS, add_communication, add_vocabulary, check_program, generate
 from evenpipe.schedule.transforms.communication import Lowering
@@ -168,8 +169,7 @@ def main() -> None:
             f"exponent {fit['exponent']}"
         )
     if not arguments.quick:
-        machine = {"python": platform.python_version(), "machine": platform.machine()}
-        RESULTS.write_text(json.dumps({**machine, "rows": rows, "fits": fits(rows)}, indent=1) + "\n", encoding="utf-8")
+        write(RESULTS, {"rows": rows, "fits": fits(rows)})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ cost, and a second pipeline of the other version how far two of the same are apa
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -141,11 +140,9 @@ def report(seconds: dict[str, list[float]], options: argparse.Namespace) -> None
         )
     print(f"before: {results['milliseconds']['before']} ms")
     if options.json is not None:
-        import torch
+        from provenance import write
 
-        from evenpipe.runtime.trace import machine
-
-        options.json.write_text(json.dumps({**machine(torch.device("cpu")), **results}, indent=1) + "\n")
+        write(options.json, results)
 
 
 if __name__ == "__main__":

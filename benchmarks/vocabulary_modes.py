@@ -14,7 +14,7 @@ from pathlib import Path
 
 from evenpipe.words import table
 
-PLANS = Path(__file__).resolve().parent / "results" / "golden_plans.json"
+PLANS = Path(__file__).resolve().parent / "golden" / "plans.json"
 MODES = ("first-last", "redistribute", "vocab-1", "vocab-2")
 
 

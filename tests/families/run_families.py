@@ -25,11 +25,13 @@ from typing import Any
 
 import transformers
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent.parent / "tools")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "tools"), str(ROOT / "benchmarks")]
 
 import families_page  # noqa: E402
 from family_configs import Configuration, configurations  # noqa: E402
 from family_run import Outcome, run  # noqa: E402
+from provenance import write  # noqa: E402
 
 
 def main() -> int:
@@ -67,8 +69,7 @@ def record(outcomes: Sequence[Outcome]) -> None:
             names = [(row, Configuration(row["model_type"], row["variant"])) for row in before["configurations"]]
             kept = [row for row, one in names if one in known and (one.model_type, one.variant) not in new]
     rows = sorted([*kept, *map(asdict, outcomes)], key=lambda row: (row["model_type"], row["variant"]))
-    results = {"transformers": transformers.__version__, "configurations": rows}
-    families_page.RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    write(families_page.RESULTS, {"configurations": rows})
     families_page.FILE.write_text(families_page.draw(), encoding="utf-8")
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
 import sys
 import time
@@ -25,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [
-    str(Path(__file__).resolve().parent.parent / folder) for folder in ("fuzz", "model", "multiprocess", "train")
+    str(Path(__file__).resolve().parent.parent / folder)
+    for folder in ("fuzz", "model", "multiprocess", "train", "../benchmarks")
 ]
 
 from families import EXPERTS, FAMILIES, WINDOW  # noqa: E402
@@ -163,14 +163,11 @@ def _show(verdict: Verdict, always: bool) -> None:
 
 def figures_of(verdicts: list[Verdict], faults: list[str], seed: int, seconds: float) -> dict[str, Any]:
     """What is written to a file. faults: of runs that were resumed."""
-    import torch
-
-    from evenpipe.runtime.trace import machine
+    from provenance import provenance
 
     slowest = max(verdicts, key=lambda verdict: verdict.seconds)
     return {
-        **machine(torch.device("cpu")),
-        "cores": os.cpu_count(),
+        **provenance(),
         "seed": seed,
         "seconds": round(seconds, 1),
         **_counts(verdicts),

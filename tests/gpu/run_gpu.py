@@ -9,7 +9,6 @@ Without a GPU it says so and ends with exit code 0.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import time
@@ -20,10 +19,13 @@ from typing import Any
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "benchmarks")]
+
+from provenance import write  # noqa: E402
 
 VOCABULARY = Path(__file__).resolve().parents[1] / "vocabulary"
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu_test.json"
+RESULTS = ROOT / "benchmarks" / "results" / "gpu_test.json"
 
 
 def no_gpu() -> str | None:
@@ -46,10 +48,8 @@ def main() -> int:
         return 0
     from gpu_cases import CASES
 
-    machine = {
-        "gpu": torch.cuda.get_device_name(),
+    versions = {
         "gpus": torch.cuda.device_count(),
-        "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
@@ -71,7 +71,7 @@ def main() -> int:
             failed.append(name)
         seconds = time.perf_counter() - begun
         print(f"{'FAILED' if name in failed else 'passed'}  {name}  ({seconds:.1f} s)  {figures[name]}", flush=True)
-        arguments.output.write_text(json.dumps({"machine": machine, "cases": figures}, indent=1) + "\n")
+        write(arguments.output, {**versions, "cases": figures}, torch.device("cuda"))
     print(f"{len(figures) - len(failed)} of {len(figures)} passed; figures in {arguments.output}")
     kernels = 0 if arguments.case else test_kernels()
     return 1 if failed or kernels else 0

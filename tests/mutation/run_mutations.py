@@ -36,6 +36,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "benchmarks")]
+
+from provenance import write  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "evenpipe"
 AREAS: dict[str, tuple[str, ...]] = {
@@ -467,13 +471,13 @@ def _read_reach(path: Path, options: list[str]) -> Reach:
 
 def _write(path: Path, seed: int, known: dict[int, Mutation]) -> None:
     ended = [mutation.found_by for mutation in known.values() if mutation.found_by is not None]
-    content = {
+    figures = {
         "seed": seed,
         "found": sum(map(bool, ended)),
         "missed": ended.count(""),
         "mutations": [asdict(known[number]) for number in sorted(known)],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write(path, figures)
 
 
 if __name__ == "__main__":
