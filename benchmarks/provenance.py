@@ -20,12 +20,18 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 @cache
 def commit() -> str:
-    """Return the commit of this checkout, with "-dirty" if files were changed; "unknown" without git."""
-    command = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*"]
+    """Return the commit of this checkout, with "-dirty" if sources have changed since; "unknown" without git."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        head = _git("rev-parse", "--short=8", "HEAD")
+        changed = _git("status", "--porcelain", "--", "src", "benchmarks", ":!benchmarks/results")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return f"{head}-dirty" if changed else head
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(RESULTS.parents[1]), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def provenance(torch_device: torch.device | None = None) -> dict[str, Any]:
