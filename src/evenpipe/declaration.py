@@ -109,18 +109,18 @@ class Accepts:
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
-def declare(path: str = "", *, one_for_all: bool = True) -> Callable[[Kind], Kind]:
+def declare(path: str = "", *, unwrap_single: bool = True) -> Callable[[Kind], Kind]:
     """Make a frozen, keyword-only dataclass whose values are checked. Building one raises InputError for a value that
     is not accepted, and TypeError for an unknown name.
 
-    path: comes before the names of its fields in messages. one_for_all: whether a list of one, for a field that also
+    path: comes before the names of its fields in messages. unwrap_single: whether a list of one, for a field that also
     takes a single value, is that value.
     """
 
     def decorate(kind: Kind) -> Kind:
         checked = checked_dataclass(frozen=True, kw_only=True, slots=True, config=_CONFIG)(kind)
         build = checked.__init__
-        setattr(checked, "one_for_all", one_for_all)  # noqa: B010
+        setattr(checked, "unwrap_single", unwrap_single)  # noqa: B010
         setattr(checked, "declared_path", path)  # noqa: B010 pydantic's type does not know it
 
         def build_checked(self: Any, **values: Any) -> None:
@@ -242,7 +242,7 @@ def _inside(annotation: Any) -> tuple[dict[str, Any], tuple[str, ...], Any, tupl
     keys: tuple[str, ...] = ()
     of_values: Any = None
     items: tuple[Any, ...] = ()
-    for part in parts_of_union(optional(annotation)[0]):
+    for part in union_members(optional(annotation)[0]):
         kind = _bare(part)[0]
         if get_origin(kind) in (dict, Mapping):
             key, of_values = get_args(kind)
@@ -294,13 +294,13 @@ def field_types(kind: type) -> dict[str, Any]:
 
 def optional(annotation: Any) -> tuple[Any, bool]:
     """The type without None, and whether None is accepted."""
-    parts = [part for part in parts_of_union(annotation) if part is not type(None)]
-    if len(parts) == len(parts_of_union(annotation)):
+    parts = [part for part in union_members(annotation) if part is not type(None)]
+    if len(parts) == len(union_members(annotation)):
         return annotation, False
     return (parts[0] if len(parts) == 1 else Union[tuple(parts)]), True  # noqa: UP007
 
 
-def parts_of_union(annotation: Any) -> tuple[Any, ...]:
+def union_members(annotation: Any) -> tuple[Any, ...]:
     """The types that a field may have."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
@@ -308,14 +308,14 @@ def parts_of_union(annotation: Any) -> tuple[Any, ...]:
 def takes_text(annotation: Any) -> bool:
     """Whether every value of this type is text."""
     annotation, _ = optional(annotation)
-    parts = [_bare(part)[0] for part in parts_of_union(annotation)]
+    parts = [_bare(part)[0] for part in union_members(annotation)]
     return all(part is str or get_origin(part) is Literal for part in parts)
 
 
 def words(annotation: Any) -> str:
     """A field's type in words, with its limits."""
     annotation, is_optional = optional(annotation)
-    parts = parts_of_union(annotation)
+    parts = union_members(annotation)
     lists = [part for part in parts if get_origin(_bare(part)[0]) is tuple and get_args(_bare(part)[0])[0] in parts]
     choices = [text for part in parts if part not in lists for text in _choices(*_bare(part))]
     choices += ["a list of them"] if lists else []
@@ -345,7 +345,7 @@ def _type_words(kind: Any, marks: tuple[Any, ...]) -> str:
         least = "non-empty " if any(isinstance(mark, MinLen) for mark in marks) else ""
         if len({item, *rest} - {...}) > 1:
             return f"list of {', '.join(map(words, (item, *rest)))}"
-        if len(parts_of_union(item)) > 1:
+        if len(union_members(item)) > 1:
             return f"{least}list, each {article(words(item))}"
         first, space, limits = words(item).partition(" ")
         plural = first if first == "text" or first.startswith('"') else f"{first}s"
@@ -383,13 +383,13 @@ def _bare(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
 class _Reader:
     """Makes the value of a field from what TOML or JSON has, and refuses what no field accepts."""
 
-    def __init__(self, where: str, annotation: Any, *, one_for_all: bool) -> None:
+    def __init__(self, where: str, annotation: Any, *, unwrap_single: bool) -> None:
         kind, self.is_optional = optional(annotation)
         self.where = where
-        parts = [_bare(part) for part in parts_of_union(kind)]
+        parts = [_bare(part) for part in union_members(kind)]
         self.marks = [mark for _, marks in parts for mark in marks if isinstance(mark, Accepts) and mark.read]
         lists = [get_args(part) for part, _ in parts if get_origin(part) is tuple]
-        self.takes_lists, self.is_for_all = bool(lists), one_for_all and len(parts) > 1
+        self.takes_lists, self.is_for_all = bool(lists), unwrap_single and len(parts) > 1
         self.item = lists[0][0] if lists and len(parts) == 1 and lists[0][-1] is ... else None
 
     def __call__(self, value: Any) -> Any:
@@ -418,7 +418,7 @@ class _Reader:
 @functools.cache
 def _readers(kind: type) -> dict[str, _Reader]:
     return {
-        name: _Reader(_where(kind.declared_path, name), annotation, one_for_all=kind.one_for_all)  # type: ignore
+        name: _Reader(_where(kind.declared_path, name), annotation, unwrap_single=kind.unwrap_single)  # type: ignore
         for name, annotation in field_types(kind).items()
     }
 
@@ -526,7 +526,7 @@ def _allow_toml(schema: dict[str, Any], annotation: Any) -> None:
     forms += [item for item in items if item not in forms]
     if is_optional:
         forms.append({"const": "none"})
-    if any(isinstance(mark, Accepts) and mark.read for part in parts_of_union(annotation) for mark in _bare(part)[1]):
+    if any(isinstance(mark, Accepts) and mark.read for part in union_members(annotation) for mark in _bare(part)[1]):
         forms.append({"type": "string"})
     if len(forms) == 1:
         schema |= forms[0]

@@ -70,7 +70,7 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def beside(name: str) -> str:
+def nearest_path(name: str) -> str:
     """Return the end of a sentence about a missing file or folder, `; did you mean "runs/quickstart"?`, if there is one
     with a similar name beside it."""
     path = Path(name)

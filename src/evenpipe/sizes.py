@@ -9,7 +9,7 @@ from evenpipe.given import plain, shortened
 
 GIB = 1 << 30
 
-MOST = 2**63
+MAX_BYTES = 2**63
 """8 EiB, the most bytes that a system can count."""
 
 UNITS = {
@@ -38,10 +38,10 @@ def parse_size(text: str, name: str = "memory") -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = "" if match is None else match[2]
     quoted = f"'{shortened(plain(text))}'"
-    if match is None or unit.lower() not in _BY_LETTERS:
-        why = ", which has no unit" if match is not None and not unit else ""
-        raise InputError(f"{name} is {quoted}{why}; it must be a number and a unit, as in 80GiB")
-    size = float(match[1]) * _BY_LETTERS[unit.lower()]
-    if not 0.5 < size < MOST:
-        raise InputError(f"{name} is {quoted}; it must be more than 0 and less than 8 EiB")
+    if found is None or unit.lower() not in _BY_LETTERS:
+        why = ", which has no unit" if found is not None and not unit else ""
+        raise InputError(f"{what} is {quoted}{why}; it must be a number and a unit, as in 80GiB")
+    size = float(found[1]) * _BY_LETTERS[unit.lower()]
+    if not 0.5 < size < MAX_BYTES:
+        raise InputError(f"{what} is {quoted}; it must be more than 0 and less than 8 EiB")
     return round(size)

@@ -17,7 +17,7 @@ import pytest
 from evenpipe.checkpoints import lock as module
 from evenpipe.checkpoints.lock import BEAT_SECONDS, SILENCE_SECONDS, check, claim, hold, join, release
 from evenpipe.errors import InputError, RunError
-from evenpipe.processes.signs import machine, started
+from evenpipe.processes.signs import machine_id, start_time
 
 LOCK = ".evenpipe-lock-1"
 SINCE = "2026-01-02 03:04:05 UTC"
@@ -47,7 +47,7 @@ class Clock:
 
 def dead_process() -> dict[str, object]:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    born = started(child.pid)
+    born = start_time(child.pid)
     child.communicate()
     return {"pid": child.pid, "started": born}
 
@@ -60,8 +60,8 @@ def process(**changes: object) -> dict[str, object]:
         "host": socket.gethostname(),
         "pid": parent,
         "since": SINCE,
-        "machine": machine(),
-        "started": started(parent),
+        "machine": machine_id(),
+        "started": start_time(parent),
         "inode": None,
         **changes,
     }

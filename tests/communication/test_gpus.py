@@ -155,13 +155,13 @@ class Watched:
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    def awaiting(self, what: str, *_: object) -> None:
+    def begin_wait(self, what: str, *_: object) -> None:
         self.told.append(f"awaiting {what}")
 
-    def arrived(self) -> None:
+    def end_wait(self) -> None:
         self.told.append("arrived")
 
-    def arrives_when(self, is_done: Callable[[], bool], limit_seconds: float) -> None:
+    def end_wait_when(self, is_done: Callable[[], bool], limit_seconds: float) -> None:
         self.told += [is_done, limit_seconds]
 
 

@@ -131,7 +131,7 @@ class Trap:
     def _is_place(self, file: str, function: str, event: str) -> bool:
         where = self._case.where
         if where == "wait":
-            return function == "awaiting" and event == "return" and file.endswith("watch.py")
+            return function == "begin_wait" and event == "return" and file.endswith("watch.py")
         if where == "issue":
             return function in ISSUING and file.endswith("distributed_c10d.py")
         if where == "optimizer":

@@ -127,10 +127,10 @@ def test_the_device_of_a_process(monkeypatch) -> None:
             done = gpus(monkeypatch, **machine)
             if expected.startswith("torch_device"):
                 with pytest.raises(InputError) as error:
-                    worker._own_device(wanted)
+                    worker._select_device(wanted)
                 assert expected in str(error.value) and done == [], (machine, wanted)
                 continue
-            device, identity = worker._own_device(wanted)
+            device, identity = worker._select_device(wanted)
             on_gpu = device.type == "cuda"
             assert str(device) == expected, (machine, wanted)
             assert done == ([f"{device} is the current one", f"{device} is ready"] if on_gpu else [])
@@ -193,9 +193,9 @@ def test_nccl_only_where_no_two_processes_share_a_gpu() -> None:
         store = SimpleNamespace(set=lambda key, value: values.update({key: value.encode()}), get=values.__getitem__)
         for rank in reversed(range(1, len(gpus_of_processes))):
             with contextlib.suppress(KeyError):  # the first process has not spoken yet; a real store would wait
-                worker._each_its_own(gpus_of_processes[rank], store, rank, len(gpus_of_processes))
+                worker._gpus_differ(gpus_of_processes[rank], store, rank, len(gpus_of_processes))
         answers = [
-            worker._each_its_own(identity, store, rank, len(gpus_of_processes))
+            worker._gpus_differ(identity, store, rank, len(gpus_of_processes))
             for rank, identity in enumerate(gpus_of_processes)
         ]
         assert answers == [expected] * len(gpus_of_processes)

@@ -13,7 +13,7 @@ from harness import run_processes
 from evenpipe.communication import messages
 from evenpipe.communication.messages import broadcast_value, gather_values
 from evenpipe.errors import RunError
-from evenpipe.processes.proof import strangers
+from evenpipe.processes.proof import find_strangers
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "evenpipe"
 
@@ -56,7 +56,7 @@ def test_what_is_not_a_message_is_refused(what: str) -> None:
 
 def strangers_to(secrets: list[bytes]) -> list[int]:
     rank = dist.get_rank()
-    return strangers(dist.group.WORLD, rank, range(len(secrets)), secrets[rank])
+    return find_strangers(dist.group.WORLD, rank, range(len(secrets)), secrets[rank])
 
 
 def test_members_prove_that_they_belong_to_the_run() -> None:

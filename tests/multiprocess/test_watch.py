@@ -21,7 +21,7 @@ import evenpipe.processes.worker as worker_module
 from evenpipe.communication.communicators import Communicators, _wait_for_all
 from evenpipe.errors import InputError, RunError
 from evenpipe.processes.bell import signals_handled
-from evenpipe.processes.signs import started
+from evenpipe.processes.signs import start_time
 from evenpipe.processes.store import NetworkStore
 from evenpipe.processes.watch import Watch
 from evenpipe.processes.worker import Worker, initialise_worker, meet
@@ -168,8 +168,8 @@ def waits_on_a_gpu() -> None:
     watch, arrived = worker.watch, threading.Event()
     if worker.rank == 0:
         for number in range(3):
-            watch.awaiting(f"0RECV_B{number}", f"0B{number}", "B:1>0", (1,))
-            watch.arrives_when(*((arrived.is_set, 1.0) if number == 1 else (lambda: True, 600.0)))
+            watch.begin_wait(f"0RECV_B{number}", f"0B{number}", "B:1>0", (1,))
+            watch.end_wait_when(*((arrived.is_set, 1.0) if number == 1 else (lambda: True, 600.0)))
         assert str(watch.waiting) == "0RECV_B0 for 0B0 from process 1"  # until the watch has asked
         while watch.cause is None:  # the first is found done; then the second counts
             time.sleep(0.01)
@@ -183,10 +183,10 @@ def waits_on_a_gpu() -> None:
 def waits_on_a_gpu_end() -> None:
     worker, _ = start()
     for number in range(40):
-        worker.watch.awaiting(f"0RECV_B{number}", "", "B:1>0", (1,))
-        worker.watch.arrives_when(lambda: True, 1.0)
+        worker.watch.begin_wait(f"0RECV_B{number}", "", "B:1>0", (1,))
+        worker.watch.end_wait_when(lambda: True, 1.0)
         time.sleep(0.05)
-    worker.watch.arrives_when(lambda: False, 0.5)  # of nothing: no wait was announced
+    worker.watch.end_wait_when(lambda: False, 0.5)  # of nothing: no wait was announced
     time.sleep(1.0)
     assert worker.watch.cause is None and worker.watch.waiting is None
     worker.watch.finish()
@@ -219,7 +219,7 @@ def one_has_no_such_device() -> None:
 
 def one_opens_its_gpu_slowly() -> None:
     """For longer than others may be silent; the interpreter's lock would be held meanwhile."""
-    opened = worker_module._own_device
+    opened = worker_module._select_device
 
     def slowly(wanted):
         if int(os.environ["RANK"]) == 1:
@@ -227,7 +227,7 @@ def one_opens_its_gpu_slowly() -> None:
         assert not any(thread.name == "evenpipe-watch" for thread in threading.enumerate())
         return opened(wanted)
 
-    worker_module._own_device = slowly
+    worker_module._select_device = slowly
     worker, _ = start()
     dist.barrier()
     assert worker.watch.cause is None
@@ -373,7 +373,7 @@ def dies_once_others_are_here(here: list[str]) -> None:
 
 def terminated_once_1_is_dead() -> None:
     store = store_of_the_harness()
-    while (pid := store.read("dying")) is None or started(int(pid)) is not None:
+    while (pid := store.read("dying")) is None or start_time(int(pid)) is not None:
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -420,7 +420,7 @@ def one_has_come_and_ended() -> None:
         assert not has(keys)
         store.write("not all here", "")
         pid = int(wait_for(store, "ended"))
-        while started(pid) is not None:
+        while start_time(pid) is not None:
             time.sleep(0.01)
         return False
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import evenpipe
 from evenpipe.errors import InputError, RunError
 from evenpipe.processes import names, worker
-from evenpipe.processes.environment import is_alone, rank_and_size
+from evenpipe.processes.environment import is_single_process, rank_and_size
 from evenpipe.processes.signs import Board, Cause, Waiting, cause_of
 from evenpipe.processes.watch import Watch
 
@@ -71,7 +71,7 @@ def test_complete_variables_are_accepted(variables: Any) -> None:
         ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, False),
     ):
         variables(changes)
-        assert is_alone() == alone, changes
+        assert is_single_process() == alone, changes
         assert alone or rank_and_size() == (1, 4)
     variables({"MASTER_ADDR": None, "MASTER_PORT": None})  # processes of a launch need no address
     assert rank_and_size(meets_by_address=False) == (1, 4)
@@ -88,11 +88,11 @@ def _no_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_messages_call_processes() -> None:
-    names.call_by_place({})
+    names.show_positions({})
     assert (names.process(3), names.process(3, 77)) == ("process 3", "process 3 (pid 77)")
     assert (names.processes([3]), names.processes([0, 3])) == ("process 3", "processes 0, 3")
     assert names.processes(range(10)) == "processes 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
-    names.call_by_place(PLACES)
+    names.show_positions(PLACES)
     first, third = "0 (device 0, tensor rank 0)", "2 (device 1, tensor rank 0)"
     assert names.process(3, 77) == "process 3 (device 1, tensor rank 1, pid 77)"
     assert (names.process(2), names.process(9)) == (f"process {third}", "process 9")
@@ -109,16 +109,16 @@ def test_what_messages_call_processes() -> None:
 
 
 def test_places_are_those_of_open_pipelines() -> None:
-    close = names.call_by_place(PLACES)
+    close = names.show_positions(PLACES)
     close()
-    assert names.place_of(0) == PLACES[0]  # an exception may close a pipeline before it is reported
-    close_other = names.call_by_place({0: "device 0, tensor rank 1"})
-    assert (names.place_of(0), names.place_of(3)) == ("device 0, tensor rank 1", "")
-    names.call_by_place(PLACES)
-    assert (names.place_of(0), names.place_of(3)) == ("", PLACES[3])  # two places: none is right
+    assert names.position_of(0) == PLACES[0]  # an exception may close a pipeline before it is reported
+    close_other = names.show_positions({0: "device 0, tensor rank 1"})
+    assert (names.position_of(0), names.position_of(3)) == ("device 0, tensor rank 1", "")
+    names.show_positions(PLACES)
+    assert (names.position_of(0), names.position_of(3)) == ("", PLACES[3])  # two places: none is right
     close_other()
-    names.call_by_place({})
-    assert names.place_of(0) == PLACES[0]
+    names.show_positions({})
+    assert names.position_of(0) == PLACES[0]
 
 
 def test_the_launcher_reads_waits_and_places_from_the_board(tmp_path: Path) -> None:
@@ -128,9 +128,9 @@ def test_the_launcher_reads_waits_and_places_from_the_board(tmp_path: Path) -> N
     board.show(3, Waiting("X" * 1000, "", "X", (0,)))
     again = Board(tmp_path / "board", 4)
     assert [again.read(rank) for rank in range(4)] == ["", "", "2RECV_F0 for 2F0 from process 1", "X" * Board.WIDTH]
-    watch.call_by_place(PLACES)
-    assert [again.place(rank) for rank in range(4)] == ["", "", "", PLACES[3]]
+    watch.show_positions(PLACES)
+    assert [again.position(rank) for rank in range(4)] == ["", "", "", PLACES[3]]
     board.clear(3)
-    assert (again.read(3), again.place(3)) == ("", PLACES[3])
-    watch.call_by_place({3: "device 0, tensor rank 7"})
-    assert again.place(3) == ""
+    assert (again.read(3), again.position(3)) == ("", PLACES[3])
+    watch.show_positions({3: "device 0, tensor rank 7"})
+    assert again.position(3) == ""

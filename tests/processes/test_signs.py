@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from evenpipe.processes.peers import Peers
-from evenpipe.processes.signs import LAUNCHER, TEXT_LENGTH, Beat, Cause, Waiting, siblings, started
+from evenpipe.processes.signs import LAUNCHER, TEXT_LENGTH, Beat, Cause, Waiting, siblings, start_time
 from evenpipe.processes.store import FolderStore
 
 BEAT = Beat(3, "a machine", 77, "123", Waiting("1RECV_F0", "1F0", "F:0>1", (0,)))
@@ -101,13 +101,13 @@ def test_siblings_are_children_of_the_same_agent_and_of_the_same_run(monkeypatch
 def test_who_met_the_others_and_died_before_its_first_beat_is_known(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "store")
     dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    beat = Beat(0, "here", dead.pid, started(dead.pid) or "")
+    beat = Beat(0, "here", dead.pid, start_time(dead.pid) or "")
     Peers(store, beat, 0, 2, key="here")
     store.write("here/0", beat.dump())
     mine = Peers(store, Beat(0, "here", 1, ""), 1, 2)
-    assert mine.here() == [0]
-    assert mine.first_death(mine.here()) is None
+    assert mine.local_ranks() == [0]
+    assert mine.first_death(mine.local_ranks()) is None
     dead.communicate(b"\n")
-    cause = mine.first_death(mine.here())
+    cause = mine.first_death(mine.local_ranks())
     assert cause is not None
     assert cause.text == f"process 0 (pid {dead.pid}) has died: killed, out of memory or crashed"

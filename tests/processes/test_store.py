@@ -41,13 +41,13 @@ def test_texts_by_name(store: Store) -> None:
     for number in range(3):
         store.append("here", f" {number}")
     assert store.read("here") == " 0 1 2"
-    assert store.another().read("here") == " 0 1 2"
+    assert store.clone().read("here") == " 0 1 2"
 
 
 def test_the_first_one_settles(store: Store) -> None:
     held: list[str] = []
     threads = [
-        threading.Thread(target=lambda n=n: held.append(store.another().settle("cause", str(n)))) for n in range(8)
+        threading.Thread(target=lambda n=n: held.append(store.clone().settle("cause", str(n)))) for n in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -107,7 +107,7 @@ def test_a_store_that_does_not_answer_and_one_that_is_gone(holder: tuple[subproc
             ask()
         assert 0.5 <= caught.value.seconds < 1.5
     os.kill(process.pid, signal.SIGCONT)
-    with store.patient(30.0):
+    with store.longer_limit(30.0):
         assert store.read("x") == "1"  # and no answer of before is taken for that of this question
     store.write("x", "3")
     process.kill()

@@ -50,12 +50,12 @@ class Team:
         if watch is not None:
             ranks = dist.get_process_group_ranks(self.group)
             peers = tuple(rank for rank in ranks if rank != watch.rank)
-            watch.awaiting("the work of all processes on files", "", "files", peers)
+            watch.begin_wait("the work of all processes on files", "", "files", peers)
         try:
             values = gather_values(value, self.group, self._called)
         except InputError:
             if watch is not None:
-                watch.arrived()
+                watch.end_wait()
             raise
         except RuntimeError as error:
             if watch is not None:
@@ -63,7 +63,7 @@ class Team:
             reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
             raise RunError(f"another process died or does not answer ({reason})") from error
         if watch is not None:
-            watch.arrived()
+            watch.end_wait()
         return values
 
     def everywhere(self, work: Callable[[], Any]) -> list[Any]:

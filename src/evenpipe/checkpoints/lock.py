@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError, RunError
-from evenpipe.processes.signs import machine, started
+from evenpipe.processes.signs import machine_id, start_time
 
 BEAT_SECONDS = 5.0
 SILENCE_SECONDS = 60.0
@@ -81,9 +81,9 @@ class _Lock:
 
     def holder_is_here(self) -> bool | None:
         """Return whether the holder is running according to this machine's kernel; None: the kernel does not know."""
-        if self.text.get("machine") != machine() or self.text["host"] != socket.gethostname():
+        if self.text.get("machine") != machine_id() or self.text["host"] != socket.gethostname():
             return None
-        if started(self.text["pid"]) != self.text["started"]:
+        if start_time(self.text["pid"]) != self.text["started"]:
             return False
         return True if self.text["inode"] == self.inode else None
 
@@ -241,8 +241,8 @@ def _take(folder: str, number: int, taken_from: str | None) -> Claim | None:
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
                 "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-                "machine": machine(),
-                "started": started(os.getpid()) or "",
+                "machine": machine_id(),
+                "started": start_time(os.getpid()) or "",
                 "inode": os.fstat(file.fileno()).st_ino,
             }
             file.write(_as_text(text))

@@ -8,7 +8,7 @@ from evenpipe.cli.declarations import Count
 from evenpipe.cli.options import check_output
 from evenpipe.cli.printing import say
 from evenpipe.errors import InputError
-from evenpipe.given import beside, check_new, plain
+from evenpipe.given import check_new, nearest_path, plain
 
 
 def run(
@@ -75,4 +75,4 @@ def _check_model(model: str | None) -> None:
     if model is None or Path(model).exists():
         return
     if model.startswith((".", "/", "~")) or model.endswith(".json") or model.count("/") > 1:
-        raise InputError(f"--model is {plain(model)}, but there is no such file or folder{beside(model)}")
+        raise InputError(f"--model is {plain(model)}, but there is no such file or folder{nearest_path(model)}")

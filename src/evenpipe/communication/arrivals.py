@@ -1,11 +1,11 @@
-"""The progress of a GPU's streams, written by the GPU into host memory.
+"""The progress of CUDA streams, written by the GPU into host memory.
 
-The thread of the watch asks whether a transfer that a GPU waits for has arrived, and must not call CUDA.
-`torch.cuda.Event.query` keeps the interpreter's lock (THCPEvent_query in torch/csrc/cuda/Event.cpp), and the driver may
-answer only after a call of the main thread: loading a kernel, for example, which can wait for the GPU, and so for a
-peer. Without that lock the thread cannot send heartbeats, and the others would take a healthy process for dead.
+The thread of the watch asks whether a transfer that a GPU waits for has arrived, and must not call CUDA:
+`torch.cuda.Event.query` holds the GIL (THCPEvent_query in torch/csrc/cuda/Event.cpp), and the driver may answer only
+after a call of the main thread, such as loading a kernel, which can wait for the GPU, and so for a peer. Meanwhile the
+thread could not send heartbeats, and the others would take a healthy process for dead.
 
-So after each wait the stream writes a number, one more than the last time, and the watch reads memory.
+So after each wait the stream writes the next number into memory, which the watch reads.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ STREAMS = 256
 
 
 class Arrivals:
-    """One per device, by `arrivals_on`. A stream writes its numbers in order; between streams there is no order, so
-    each has a slot."""
+    """One per device, by `arrivals_on`. A stream writes its numbers in order; streams are not ordered among each other,
+    so each has a slot."""
 
     def __init__(self, torch_device: torch.device) -> None:
         """Allocate everything now: pinning memory later would wait for the GPU."""
@@ -31,28 +31,28 @@ class Arrivals:
         device = _mapped(host, torch_device)
         self._numbers = host.numpy()
         self._written = device.unbind()
-        # Memory pinned for another GPU is not visible from this one: then use device memory and a copy. Not always,
-        # since the engine that copies to the host does one thing at a time, and activations may be on their way there.
+        # Memory pinned for another GPU is not visible from this one: then use device memory and a copy. Avoid the copy
+        # otherwise: the engine for copies to the host does one at a time, and may be copying activations.
         self._copied = None if device.data_ptr() == host.data_ptr() else host.unbind()
-        self._places: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
         self._last = [0] * STREAMS
-        for index in range(STREAMS):  # load kernels while nobody waits for this process: torch has one per alignment
+        for index in range(STREAMS):  # load kernels (one per alignment) while nobody waits for this process
             self._write(index, 0)
 
     def mark(self) -> Callable[[], bool]:
-        """Mark the work queued on the current stream. Return a function that tells whether the stream has done it,
+        """Mark the work queued on the current stream. Return a function that returns whether the stream has done it,
         callable on any thread and without CUDA. If the GPU fails, it stays False."""
         stream = torch.cuda.current_stream(self._torch_device).cuda_stream
-        index = self._places.get(stream, len(self._places))
-        if index == STREAMS:  # streams of others: waits on the last ones are not watched
+        index = self._slots.get(stream, len(self._slots))
+        if index == STREAMS:  # more streams than slots: waits on this one are not watched
             return lambda: True
-        self._places[stream] = index
+        self._slots[stream] = index
         number = self._last[index] = self._last[index] + 1
         self._write(index, number)
         return lambda: bool(self._numbers[index] >= number)
 
     def _write(self, index: int, number: int) -> None:
-        """Write in the current stream: one kernel of one thread, some microseconds to start and to run."""
+        """Write on the current stream: a kernel with a single thread, some microseconds to start and to run."""
         self._written[index].fill_(number)
         if self._copied is not None:
             self._copied[index].copy_(self._written[index], non_blocking=True)
@@ -60,14 +60,13 @@ class Arrivals:
 
 @functools.cache
 def arrivals_on(torch_device: torch.device) -> Arrivals:
-    """Return the arrivals of a device, for the lifetime of the process: the GPU may still write after the last
-    communicator is gone, and torch, which does not know that, would reuse the memory."""
+    """Return the arrivals of a device. They live as long as the process: the GPU may still write after the last
+    communicator is closed, and torch, which does not know that, would reuse the memory."""
     return Arrivals(torch_device)
 
 
 class _AsOnDevice:
-    """Pinned host memory in the form in which torch accepts GPU memory of other libraries, under one address for
-    both."""
+    """Pinned host memory, presented to torch as GPU memory of another library, with the same address on both."""
 
     def __init__(self, host: Tensor) -> None:
         self.__cuda_array_interface__ = {

@@ -1,13 +1,13 @@
-"""The first exchange of a public method that all processes must call: which one was this process called for?
+"""The first exchange of a public method that all processes must call: it compares the names of the methods.
 
 A program may call such a method on some processes only (`if rank == 0: pipeline.save_pretrained(...)`), while the
-others go on to their next one. Two different collectives would then meet: gloo ends a process that receives more bytes
-than it asked for, and otherwise both wait for what never comes. So every public method begins with an all-gather of
-rows of one size, over all processes, and each row begins with the name of the method:
+others continue with their next one. Two different collectives would then meet: gloo ends a process that receives more
+bytes than it asked for, and otherwise both wait forever. So every public method begins with an all-gather of rows of
+equal size, over all processes, and each row begins with the name of the method:
 
-    name, 32 bytes as four int64  |  28 int64 that the method exchanges first anyway, such as the size of the batch
+    name, 32 bytes as four int64  |  28 int64 that the method exchanges anyway, such as the size of the batch
 
-Whatever methods meet, this exchange is complete, and all processes find the same fault in it and can go on.
+Whichever methods meet, this exchange completes, and all processes find the same fault in it and can continue.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from evenpipe.errors import InputError
 from evenpipe.processes.names import processes
 
 ROW = 32
-"""Numbers of a row."""
+"""Numbers in a row."""
 NAME = 4
-"""Numbers of the name, at the beginning of a row."""
+"""Numbers of the name, at the start of a row."""
 ROOM = ROW - NAME
-"""Numbers that a method may add."""
+"""Most numbers that a method may add."""
 
 
 @cache
@@ -50,7 +50,7 @@ def row_of(name: str, numbers: Sequence[int], torch_device: torch.device) -> Ten
 
 
 def row_of_scalar(name: str, number: Tensor) -> Tensor:
-    """As `row_of`, with the bits of a scalar fp64, which the host does not read."""
+    """As `row_of`, with the bits of an fp64 scalar, which the host does not read."""
     row = row_of(name, (), number.device)
     row[NAME] = number.view(torch.int64)
     return row
@@ -73,8 +73,8 @@ def check_names(rows: Sequence[Sequence[int]], members: Sequence[int]) -> None:
 def gather_numbers(
     communicator: Communicator | None, numbers: Sequence[int], label: str, needed_by: str, torch_device: torch.device
 ) -> list[list[int]]:
-    """Return the numbers of all members, in order, on each of them; only one's own without others. No method begins
-    with this. Collective over the communicator."""
+    """Return the numbers of all members, in their order, on every member; None: only those of this process. No method
+    begins with this exchange. Collective over the communicator."""
     if communicator is None:
         return [list(numbers)]
     own_numbers = torch.tensor(numbers, dtype=torch.int64, device=torch_device)
@@ -85,22 +85,22 @@ def gather_numbers(
 def gather_calls(communicator: Communicator, row: Tensor, label: str, needed_by: str = "") -> Tensor:
     """Return the numbers of all members' rows, [members, ROOM] int64 on the host.
 
-    Collective over the communicator. The host waits for it, on a GPU too.
+    Collective over the communicator. The host waits for it, also with a GPU.
 
     Args:
         row: of this process, from `row_of`.
         label, needed_by: description of this wait, for error messages.
 
     Raises:
-        InputError: on every member, if some of them were called for another method.
+        InputError: on every member, if members were called for different methods.
     """
     on_host: Tensor = communicator.all_gather(row, label).wait(needed_by).cpu()
     check_names(on_host[:, :NAME].tolist(), communicator.members)
     return on_host[:, NAME:]
 
 
-def agree(communicator: Communicator | None, name: str, torch_device: torch.device) -> None:
-    """Raise InputError on every member if some of them were called for another method; None: a single process.
-    Collective over the communicator."""
+def check_same_call(communicator: Communicator | None, name: str, torch_device: torch.device) -> None:
+    """Raise InputError on every member if members were called for different methods; None: a single process. Collective
+    over the communicator."""
     if communicator is not None:
         gather_calls(communicator, row_of(name, (), torch_device), f"the call of {name}")

@@ -1,14 +1,14 @@
-"""This process's clock, and its offset to the clocks of others.
+"""The clock of this process, and its offset from the clocks of others.
 
-Processes of one machine usually share a clock, those of two machines do not, and we cannot know in advance. The first
+Processes on one machine usually share a clock, those on two machines do not, and we cannot know in advance. The first
 process and another one exchange a number: the first notes when it sent its question and when the answer arrived, the
 other answers with its own time. The other clock was read between these two times, so its offset is known to half a
-round trip; the shortest of many counts (as in the Network Time Protocol, RFC 5905, section 8, whose filter takes the
-sample of the smallest delay too). Measured before and after a step, the offset also shows how far the clocks drift
-meanwhile.
+round trip; the shortest of many round trips counts (as in the Network Time Protocol, RFC 5905, section 8, whose filter
+also takes the sample with the smallest delay). Measured before and after a step, the offset also shows the drift of the
+clocks meanwhile.
 
-An offset within its uncertainty counts as 0: the two share a clock, so the order of their events is exact, while the
-error of an offset would make quick messages arrive before they left.
+An offset within its uncertainty counts as 0: the two processes then share a clock, and the order of their events is
+exact, while the error of an offset would let quick messages arrive before they were sent.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ now: Callable[[], float] = time.perf_counter
 """Seconds on this process's clock; only differences mean anything."""
 
 ROUNDS = 12
-"""Questions per process: they take some milliseconds on one machine."""
+"""Questions per process; together they take some milliseconds on one machine."""
 
 
 class Reading(NamedTuple):
-    """One comparison of a process's clock with that of the first.
+    """A comparison of a process's clock with that of the first one, in seconds.
 
-    at: this process's time of the comparison. offset: how far it is ahead of the first one's. uncertainty: half of the
-    round trip. All in seconds.
+    at: time of the comparison on this clock. offset: how far this clock is ahead of the first one. uncertainty: half of
+    the round trip.
     """
 
     at: float
@@ -42,9 +42,9 @@ class Reading(NamedTuple):
 
 
 def read_clocks(communicator: Communicator | None, members: Sequence[int], torch_device: torch.device) -> Reading:
-    """Return the offset of this process's clock. Collective over these members, one after the other.
+    """Return the offset of this process's clock. Collective over the members, one after the other.
 
-    communicator: of these processes and maybe others; None for a single process.
+    communicator: of the members and possibly others; None for a single process.
     members: global ranks; the clock of the first one is the reference.
     """
     if communicator is None or len(members) == 1:
@@ -52,10 +52,10 @@ def read_clocks(communicator: Communicator | None, members: Sequence[int], torch
     first, *other_members = members
     if communicator.rank == first:
         for member in other_members:
-            offset_reading = torch.tensor(
+            member_reading = torch.tensor(
                 _ask(communicator, member, torch_device), dtype=torch.float64, device=torch_device
             )
-            communicator.send(offset_reading, member, "a reading of its clock").wait("the clocks")
+            communicator.send(member_reading, member, "a reading of its clock").wait("the clocks")
         return Reading(now(), 0.0, 0.0)
     _answer(communicator, first, torch_device)
     reading = torch.zeros(3, dtype=torch.float64, device=torch_device)
@@ -71,13 +71,15 @@ def _ask(communicator: Communicator, member: int, torch_device: torch.device) ->
         sent_at = now()
         communicator.send(number, member, "a question for the time").wait("the clocks")
         communicator.receive(number, member, "the time").wait("the clocks")
-        theirs = number.item()
-        answered = now()
+        member_time = number.item()
+        received_at = now()
         best = min(
-            best, (theirs, theirs - (sent_at + answered) / 2, (answered - sent_at) / 2), key=lambda entry: entry[2]
+            best,
+            (member_time, member_time - (sent_at + received_at) / 2, (received_at - sent_at) / 2),
+            key=lambda entry: entry[2],
         )
-    theirs, offset, uncertainty = best
-    return theirs, 0.0 if abs(offset) <= uncertainty else offset, uncertainty
+    member_time, offset, uncertainty = best
+    return member_time, 0.0 if abs(offset) <= uncertainty else offset, uncertainty
 
 
 def _answer(communicator: Communicator, first: int, torch_device: torch.device) -> None:
@@ -91,22 +93,22 @@ def _answer(communicator: Communicator, first: int, torch_device: torch.device) 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Converts times of this process's clock to the first one's, by readings before and after a step."""
+    """Converts times of this process's clock to the first one, by readings at the start and the end of a step."""
 
-    before: Reading
-    after: Reading
+    start: Reading
+    end: Reading
 
     @property
     def drift(self) -> float:
-        """Change of this clock's offset from before to after the step."""
-        return self.after.offset - self.before.offset
+        """Change of this clock's offset during the step."""
+        return self.end.offset - self.start.offset
 
     @property
     def uncertainty(self) -> float:
-        return max(self.before.uncertainty, self.after.uncertainty)
+        return max(self.start.uncertainty, self.end.uncertainty)
 
     def __call__(self, time: float) -> float:
-        """Convert a time of this clock to the first one's."""
-        length = self.after.at - self.before.at
-        share = (time - self.before.at) / length if length > 0 else 0.0
-        return time - self.before.offset - share * self.drift
+        """Convert a time of this clock to the first one."""
+        length = self.end.at - self.start.at
+        share = (time - self.start.at) / length if length > 0 else 0.0
+        return time - self.start.offset - share * self.drift

@@ -2,18 +2,18 @@
 operations.
 
 Every operation is asynchronous and returns a `Handle`. The handle owns the library's Work objects *and* the tensors
-until `wait()`: gloo loses a message whose Work is dropped, and both libraries read and write the tensors until the
-wait. From the call to the wait
+until `wait()`: gloo loses a message whose Work is dropped, and both libraries access the tensors until the wait. From
+the call to the wait
 
-- sent tensors must not be written to (they may not have been sent yet: a changed tensor arrives changed);
+- sent tensors must not be written to (they may not have been sent yet, and would arrive changed);
 - received tensors must not be read.
 
 Operations of one communicator are matched only by their order (no tags: NCCL ignores them). The caller guarantees that
 order, and equal shapes and dtypes on all members; the libraries check neither. Tensors must be contiguous.
 
-Operations use gloo for tensors on the CPU, and NCCL for tensors on a GPU of one process. If the default process group
-has no NCCL, because several processes share a GPU, tensors on a GPU are staged through pinned host memory and sent by
-gloo. NCCL has not been run between several GPUs yet.
+Operations use gloo for tensors on the CPU, and NCCL for tensors on a GPU that processes do not share. If the default
+process group has no NCCL, because several processes share a GPU, tensors on a GPU are staged through pinned host memory
+and sent by gloo. NCCL has not been run between several GPUs yet.
 """
 
 from __future__ import annotations
@@ -53,42 +53,41 @@ class Handle:
     _needed_by: str = ""
     _compute: Callable[[Any], Any] | None = None
 
-    def giving(self, result: Any, needed_by: str = "", compute: Callable[[Any], Any] | None = None) -> Handle:
-        """Set what the wait returns, and by whom it is needed if the wait does not say; return the handle.
+    def returning(self, result: Any, needed_by: str = "", compute: Callable[[Any], Any] | None = None) -> Handle:
+        """Set the result that the wait returns, and who needs it if the wait does not say; return the handle.
 
-        compute: makes what is returned out of `result`, after the wait.
+        compute: called after the wait; the wait returns `compute(result)`.
         """
         self.result, self._needed_by, self._compute = result, needed_by, compute
         return self
 
     def wait(self, needed_by: str = "") -> Any:
-        """Wait for the operation, release its tensors, and return the result; a second call only returns that.
+        """Wait for the operation, release its tensors, and return the result; a second call only returns the result.
 
         With NCCL only the current stream waits, not the host.
 
         needed_by: text of the waiting pass, for error messages.
 
         Raises:
-            RunError: the operation failed, or another process did. Names the first cause, the awaited transfer and
-            peer.
+            RunError: the operation or another process failed. Names the first cause, the awaited transfer and its peer.
         """
         if not self.works:
             return self.result
         communicator, needed_by = self.communicator, needed_by or self._needed_by
         watch = communicator.watch
         if watch is not None:
-            watch.awaiting(self.label, needed_by, communicator.name, self.peers, communicator.timeout_seconds)
+            watch.begin_wait(self.label, needed_by, communicator.name, self.peers, communicator.timeout_seconds)
         try:
             for work in self.works:
-                if work is not None:  # a library may have nothing to do
+                if work is not None:  # the library has nothing to do
                     work.wait()
         except RuntimeError as error:
             raise communicator.failed(error, self.label, needed_by, self.peers) from error
         if watch is not None:
             if communicator.arrivals is None:
-                watch.arrived()
+                watch.end_wait()
             else:
-                watch.arrives_when(communicator.arrivals.mark(), communicator.timeout_seconds)
+                watch.end_wait_when(communicator.arrivals.mark(), communicator.timeout_seconds)
         if self.finish is not None:
             self.finish()
         self.works, self.tensors, self.finish = (), (), None
@@ -110,7 +109,7 @@ class Communicator:
     staging: Staging | None
     watch: Watch | None
     arrivals: Arrivals | None = None
-    """Of the GPU that waits instead of the host; None if waits block the host."""
+    """Arrivals of the GPU that waits instead of the host; None if waits block the host."""
 
     def __post_init__(self) -> None:
         self.position = self.members.index(self.rank)
@@ -129,14 +128,14 @@ class Communicator:
         assert peer in self.others, f"{label}: process {peer} is not another member of {self.name} {self.members}"
         return self._start(label, (peer,), lambda host: [dist.irecv(host, peer, self.group)], writes=buffer)
 
-    def pass_on(self, tensor: Tensor, buffer: Tensor, label: str) -> Handle:
-        """Send `tensor` to the next member, and fill `buffer` with what the previous one sends; the last one's next is
-        the first. All members call it, with the same shape and dtype."""
+    def shift(self, tensor: Tensor, buffer: Tensor, label: str) -> Handle:
+        """Send `tensor` to the next member and fill `buffer` from the previous one; the first member follows the last.
+        All members call it, with the same shape and dtype."""
         count = len(self.members)
         successor, predecessor = self.members[(self.position + 1) % count], self.members[self.position - 1]
 
         def start(host: Tensor, host_buffer: Tensor) -> Any:
-            # One batch: NCCL would wait for the other side of each alone.
+            # As a batch: otherwise NCCL would wait for the peer of each operation in turn.
             sent = dist.P2POp(dist.isend, host, successor, self.group)
             return dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, host_buffer, predecessor, self.group)])
 
@@ -145,7 +144,7 @@ class Communicator:
     # -- collectives: every member calls them in the same order ------------------------------------
 
     def broadcast(self, tensor: Tensor, root: int, label: str) -> Handle:
-        """Send root's `tensor` to all other members, into their `tensor`."""
+        """Send root's `tensor` into the `tensor` of all other members."""
         roles = {"reads": tensor} if root == self.rank else {"writes": tensor}
         return self._collective(
             label, root, lambda host: dist.broadcast(host, root, self.group, async_op=True), **roles
@@ -154,9 +153,9 @@ class Communicator:
     def reduce(self, tensor: Tensor, root: int, label: str) -> Handle:
         """Add the members' `tensor`s into root's.
 
-        `tensor` belongs to the communicator from now on: root finds the sum in it after the wait, on all others its
-        content is destroyed. Pass a scratch tensor. The sum is computed in the tensor's dtype (use fp32), and for three
-        or more members in an order that the library chooses: the same every time, but not that of the members.
+        `tensor` belongs to the communicator from now on: after the wait it has the sum on root, and its content is
+        destroyed on all others. Pass a scratch tensor. The sum is computed in the tensor's dtype (use fp32), and for
+        three or more members in an order that the library chooses: always the same, but not that of the members.
         """
         roles = {"both": tensor} if root == self.rank else {"reads": tensor}
         return self._collective(
@@ -164,8 +163,8 @@ class Communicator:
         )
 
     def all_gather(self, tensor: Tensor, label: str, output: Tensor | None = None) -> Handle:
-        """Put the `tensor` [...] of member i into row i of `output` [members, ...] (None: a new one), on every
-        member; the wait returns it.
+        """Put the `tensor` [...] of member i into row i of `output` [members, ...] (None: a new tensor), on every
+        member; the wait returns `output`.
 
         `tensor` may be this member's row of `output`.
         """
@@ -184,10 +183,10 @@ class Communicator:
             return dist.all_gather(rows, host, group=self.group, async_op=True)
 
         handle = self._collective(label, None, start, reads=tensor, writes=output)
-        return handle.giving(output)
+        return handle.returning(output)
 
     def all_reduce(self, tensor: Tensor, label: str) -> Handle:
-        """Add the members' `tensor`s, in their dtype; every member finds the same sum in its own after the wait."""
+        """Add the members' `tensor`s, in their dtype; after the wait every member has the same sum in its `tensor`."""
         return self._collective(
             label, None, lambda host: dist.all_reduce(host, group=self.group, async_op=True), both=tensor
         )
@@ -196,7 +195,7 @@ class Communicator:
         """Add the members' `tensor`s [members, ...] in their dtype; row i of the sum goes into member i's `output`,
         which the wait returns.
 
-        `tensor` is scratch: its content is destroyed.
+        The content of `tensor` is destroyed.
         """
         if not self._by_rank:  # torch numbers the members of a group by rank
             tensor = tensor[[self.members.index(member) for member in sorted(self.members)]]
@@ -210,7 +209,7 @@ class Communicator:
             reads=tensor,
             writes=output,
         )
-        return handle.giving(output)
+        return handle.returning(output)
 
     def all_to_all(self, output: Tensor, tensor: Tensor, label: str) -> Handle:
         """Put row i of the `tensor` [members, ...] of member j into row j of the `output` of member i.
@@ -232,11 +231,11 @@ class Communicator:
     def exchange(
         self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], label: str
     ) -> Handle:
-        """Send `sent[i]` of the `rows` [sum of sent, ...] to every other member i, and put the `received[i]` rows that
-        it sends into the `output` [sum of received, ...]. Both stand member after member, and may be used again after
+        """Send `sent[i]` of the `rows` [sum of sent, ...] to every other member i, and put the `received[i]` rows from
+        it into the `output` [sum of received, ...]. Both are in the order of the members, and may be used again after
         the wait.
 
-        Nobody checks that a member receives as many as another one sends to it.
+        Nothing checks that a member expects the number of rows that another one sends.
         """
         assert len(rows) == sum(sent) and len(output) == sum(received), f"{label}: {len(rows)} and {len(output)} rows"
         assert sent[self.position] == received[self.position] == 0, f"{label}: rows for itself"
@@ -245,12 +244,12 @@ class Communicator:
             if self._by_rank:
                 sizes = list(received), list(sent)
                 return [dist.all_to_all_single(host_output, host, *sizes, group=self.group, async_op=True)]
-            # Gloo's other all-to-all, which takes parts in any order, wants all of them equal.
-            both = (dist.irecv, host_output.split(list(received))), (dist.isend, host.split(list(sent)))
+            # Gloo's other all-to-all, which takes chunks in any order, requires equal sizes.
+            operations = (dist.irecv, host_output.split(list(received))), (dist.isend, host.split(list(sent)))
             messages = [
                 dist.P2POp(operation, rows_of_member, member, self.group)
-                for operation, parts in both
-                for member, rows_of_member in zip(self.members, parts, strict=True)
+                for operation, chunks in operations
+                for member, rows_of_member in zip(self.members, chunks, strict=True)
                 if member != self.rank and len(rows_of_member)
             ]
             return dist.batch_isend_irecv(messages) if messages else []
@@ -260,24 +259,24 @@ class Communicator:
         return self._start(label, self.others, start, reads=rows, writes=output)
 
     def started(self, label: str) -> Handle:
-        """Return the handle of an operation of all members that torch has started on its own, such as a kernel that
-        reads others' memory: the watch knows of it from the wait on."""
+        """Return the handle of an operation of all members that torch started itself, such as a kernel that reads the
+        memory of others: the watch knows of it from the wait on."""
         return Handle(self, label, self.others, (None,))
 
-    # -- rows: as many for each member as all know beforehand --------------------------------------
+    # -- rows, with a count for each member that all know ------------------------------------------
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int], root: int, label: str) -> Handle:
         """Bring every member's rows to root, concatenated in the order of the members.
 
-        rows: [counts[position], ...] on a member; [sum(counts), ...] on root, with root's own rows in place already
-            (`rows[own_rows(counts)]`) and the others' to be filled in.
+        rows: [counts[position], ...] on a member; [sum(counts), ...] on root, with root's own rows in place
+            (`rows[own_rows(counts)]`) and those of the others to be filled.
         counts: rows of each member, in the order of `members`; the same list on all. A member without rows sends no
         message.
         """
         return self._rows(rows, counts, root, label, to_root=True)
 
     def scatter_rows(self, rows: Tensor, counts: Sequence[int], root: int, label: str) -> Handle:
-        """Bring from root to every member its rows: the inverse of gather_rows, with the same shapes.
+        """Send the rows of every member from root: the inverse of gather_rows, with the same shapes.
 
         rows: [sum(counts), ...] on root, in the order of the members; its own stay in place.
             [counts[position], ...] on the others, to be filled.
@@ -286,9 +285,9 @@ class Communicator:
 
     def own_rows(self, counts: Sequence[int]) -> slice:
         """Return the slice of root's tensor with this member's rows."""
-        return self._parts(counts)[self.position]
+        return self._row_slices(counts)[self.position]
 
-    def _parts(self, counts: Sequence[int]) -> list[slice]:
+    def _row_slices(self, counts: Sequence[int]) -> list[slice]:
         assert len(counts) == len(self.members), (
             f"{len(counts)} counts for the {len(self.members)} members of {self.name}"
         )
@@ -301,10 +300,10 @@ class Communicator:
             f"{label}: {len(rows)} rows; expected {expected} (counts {list(counts)}, root {root})"
         )
         if at_root:
-            parts = self._parts(counts)
+            slices = self._row_slices(counts)
             messages = [
                 (member, rows_of_member)
-                for member, rows_of_member in zip(self.members, parts, strict=True)
+                for member, rows_of_member in zip(self.members, slices, strict=True)
                 if member != root and rows_of_member.start < rows_of_member.stop
             ]
         else:
@@ -315,26 +314,26 @@ class Communicator:
         operation = dist.isend if sends else dist.irecv
 
         def start(host: Tensor) -> Any:
-            # One batch on every side, so that NCCL runs root's messages as one operation.
+            # As a batch on all members, so that NCCL runs root's messages as one operation.
             return dist.batch_isend_irecv(
                 [dist.P2POp(operation, host[rows_of_member], member, self.group) for member, rows_of_member in messages]
             )
 
-        # If root receives, its own rows are in the same tensor: a staged copy back must not lose them, hence "both".
+        # If root receives, its own rows are in the same tensor, and a staged copy back must keep them: hence "both".
         roles = {"reads": rows} if sends else {"both": rows} if at_root else {"writes": rows}
         peers = tuple(member for member, _ in messages)
         return self._start(label, peers, start, **roles)
 
     # -- how an operation is started ---------------------------------------------------------------
 
-    def _collective(self, label: str, root: int | None, start: Callable[..., dist.Work | None], **given: Any) -> Handle:
+    def _collective(self, label: str, root: int | None, start: Callable[..., dist.Work | None], **roles: Any) -> Handle:
         assert root is None or root in self.members, (
             f"{label}: root {root} is not a member of {self.name} {self.members}"
         )
         if self.group is None:
             return Handle(self, label, (), ())
         peers = self.others if root in (None, self.rank) else (root, *(peer for peer in self.others if peer != root))
-        return self._start(label, peers, lambda *hosts: [start(*hosts)], **given)
+        return self._start(label, peers, lambda *hosts: [start(*hosts)], **roles)
 
     def _start(
         self,
@@ -346,7 +345,7 @@ class Communicator:
         writes: Tensor | None = None,
         both: Tensor | None = None,
     ) -> Handle:
-        """Call `start` with the tensors read, written, or both, in this order, or with their copies in host memory."""
+        """Call `start` with the tensors that are read, written, or both, in this order, or with their host copies."""
         tensors = [tensor for tensor in (reads, writes, both) if tensor is not None]
         for tensor in tensors:
             assert tensor.is_contiguous(), f"{label}: the tensor {tuple(tensor.shape)} is not contiguous"
@@ -360,13 +359,13 @@ class Communicator:
         return Handle(self, label, peers, works, tensors=tensors, finish=finish)
 
     def waiting(self, label: str) -> AbstractContextManager[None]:
-        """Tell the watch, within, that this process waits for the other members."""
+        """Announce to the watch that this process waits for the other members within the context."""
         return nullcontext() if self.watch is None else self.watch.during(label, self.name, self.others)
 
     def failed(self, error: RuntimeError, label: str, needed_by: str, peers: tuple[int, ...]) -> RunError:
         """Return the error to raise when an operation failed; the watch finds the cause."""
         if self.watch is not None:
-            self.watch.awaiting(label, needed_by, self.name, peers)
+            self.watch.begin_wait(label, needed_by, self.name, peers)
             return self.watch.explain(error)
         purpose = f" for {needed_by}" if needed_by else ""
         return RunError(

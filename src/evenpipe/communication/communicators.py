@@ -1,4 +1,4 @@
-"""All communicators of a process: made together, opened once before the first step, destroyed together."""
+"""All communicators of a process: created together, opened once before the first step, destroyed together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from evenpipe.communication.arrivals import arrivals_on
 from evenpipe.communication.communicator import Communicator
-from evenpipe.communication.nccl import NcclOptions, quietly
+from evenpipe.communication.nccl import NcclOptions, without_p2p_warning
 from evenpipe.communication.staging import Staging
 from evenpipe.processes.watch import Watch
 from evenpipe.processes.worker import bound_device
@@ -22,13 +22,13 @@ from evenpipe.processes.worker import bound_device
 logger = logging.getLogger(__name__)
 
 NCCL_LATER_SECONDS = 60.0
-"""Time that NCCL waits beyond the limit of a wait before it ends the process itself."""
+"""How far a wait must exceed its limit before NCCL itself ends the process."""
 
 
 class Communicators:
     """All communicators of this process, by name.
 
-    Creating it is collective over all processes. In a program of one device (or outside torch.distributed) every
+    Creating it is collective over all processes. In a program for one device (or outside torch.distributed) every
     communicator has one member, and operations return at once.
     """
 
@@ -41,19 +41,20 @@ class Communicators:
         watch: Watch | None = None,
         nccl: NcclOptions | None = None,
     ) -> None:
-        """Make the process groups of each entry, in the order of the list.
+        """Create the process groups of each entry, in the order of the list.
 
-        With NCCL the groups of an entry are one split of the default group, so that a process makes as many calls on
-        any number of processes. That needs a default group that is bound to a GPU (`init_process_group(device_id=...)`,
-        as `launch` and `evenpipe train` do); without, and with gloo, each group is a call of all processes.
+        With NCCL the groups of an entry are a single split of the default group, so the number of calls does not grow
+        with the number of processes. This requires a default group that is bound to a GPU
+        (`init_process_group(device_id=...)`, as `launch` and `evenpipe train` do); otherwise, and with gloo, each group
+        is a call of all processes.
 
             groups: (name, groups of global ranks that have no member in common). Every process passes the same list in
                 the same order, including groups that it does not belong to: creating a group involves all processes.
             timeout_seconds: limit of every operation. The watch finds a dead or hung process much earlier; this limit
                 is for live processes that wait for each other.
         torch_device: device of the tensors.
-        watch: is told what this process waits for, and finds the cause when a wait fails.
-        nccl: options of every NCCL group; default: those of `NcclOptions`.
+        watch: informed of the waits of this process; finds the cause when one fails.
+        nccl: options of every NCCL group.
         """
         self.torch_device = torch.device(torch_device)
         if self.torch_device == torch.device("cuda"):  # without an index: the current GPU of this process
@@ -78,17 +79,17 @@ class Communicators:
             arrivals = arrivals_on(self.torch_device) if watch else None
             with watch.during("the making of communicators", "default", watch.others) if watch else nullcontext():
                 _wait_for_all()
-        # A group does not inherit the timeout of the default one. NCCL's own action after the limit names no process:
-        # the watch comes first.
+        # A group does not inherit the timeout of the default one. NCCL's error after the limit names no process: the
+        # watch has to end the wait first.
         timeout = timedelta(seconds=timeout_seconds + (NCCL_LATER_SECONDS if by_nccl else 0.0))
-        make = _maker(by_nccl, self.torch_device, timeout, nccl)
-        with quietly() if by_nccl else nullcontext():
+        create = _group_creator(by_nccl, self.torch_device, timeout, nccl)
+        with without_p2p_warning() if by_nccl else nullcontext():
             for name, lines in groups:
                 members = next((tuple(line) for line in lines if rank in line), ())
                 group, several = None, [list(line) for line in lines if len(line) > 1]
                 if several:
                     with watch.during(f"communicator {name}", "default", watch.others) if watch else nullcontext():
-                        group = make(name, several)
+                        group = create(name, several)
                 if not members:
                     continue
                 if watch is not None and not by_nccl and group is not None:
@@ -104,9 +105,9 @@ class Communicators:
                     arrivals=arrivals,
                 )
 
-        self._forget: Callable[[], None] | None = None
-        if watch is not None and by_nccl:  # which waits until its watchdog ends the process
-            self._forget = watch.interrupt_with(self.abort)
+        self._stop_interrupting: Callable[[], None] | None = None
+        if watch is not None and by_nccl:  # NCCL would wait until its watchdog ends the process
+            self._stop_interrupting = watch.interrupt_with(self.abort)
 
     def __getitem__(self, name: str) -> Communicator:
         return self._by_name[name]
@@ -116,11 +117,11 @@ class Communicators:
         return iter(self._by_name.values())
 
     def warm_up(self) -> None:
-        """Open every connection once, one communicator after the other, all processes in the same order.
+        """Open every connection once, one communicator after the other, in the same order on all processes.
 
-        NCCL connects two processes at their first message and needs both there; in the middle of a step that can block
-        forever. Each communicator carries one broadcast, reduce and all-gather, and rows from its first member to all
-        others and back.
+        NCCL connects two processes at their first message, which needs both; in the middle of a step this can block
+        forever. Each communicator runs one broadcast, reduce and all-gather, and sends rows from its first member to
+        all others and back.
         """
         for communicator in self:
             if communicator.group is None:
@@ -141,34 +142,34 @@ class Communicators:
                 torch.cuda.synchronize(self.torch_device)  # one communicator after the other
 
     def abort(self) -> None:
-        """End all operations, of this process alone: others may have died. What they leave in tensors is undefined.
-        From any thread, also while they are closed."""
+        """Abort all operations of this process alone: others may have died. The content of their tensors is then
+        undefined. Callable on any thread, also during `close`."""
         for communicator in tuple(self):
             group = getattr(communicator, "group", None)
             if group is not None:
-                with suppress(RuntimeError):  # the others are to be ended, too
+                with suppress(RuntimeError):  # the other groups must be aborted, too
                     group.abort()
 
     def close(self) -> None:
-        """Destroy the groups. Every member calls it, when no operation is pending."""
-        if self._forget is not None:
-            self._forget()
-            self._forget = None
+        """Destroy the groups. Every member calls this when no operation is pending."""
+        if self._stop_interrupting is not None:
+            self._stop_interrupting()
+            self._stop_interrupting = None
         for communicator in self:
             if communicator.group is not None:
                 dist.destroy_process_group(communicator.group)
-                # Its connections end with the last reference to it, and others learn by that of a failure here; the
-                # traceback of an exception may hold communicators for long.
+                # Connections close with the last reference to the group, which is how others learn of a failure here;
+                # the traceback of an exception may hold communicators for long.
                 del communicator.group
         self._by_name.clear()
 
 
 def _wait_for_all() -> None:
-    """Return when all processes have arrived; until then one may load a model and another not.
+    """Return when all processes have arrived, some of which may have to load a model first.
 
     If the default group is bound to GPUs, each new group splits its communicator, for which NCCL needs all processes,
-    and torch keeps the interpreter's lock while a non-member waits (`perform_nocolor_split`), so its watch could not
-    send heartbeats. During this wait it can. Afterwards no process waits longer than the creation of a group takes.
+    and torch holds the GIL while a non-member waits (`perform_nocolor_split`), so its watch could not send heartbeats.
+    During this wait it can, and afterwards no process waits longer than the creation of a group takes.
     """
     if "cpu:gloo" in dist.get_backend_config():
         dist.all_reduce(torch.zeros(1, device="cpu"))
@@ -176,20 +177,20 @@ def _wait_for_all() -> None:
         dist.barrier()
 
 
-Maker = Callable[[str, list[list[int]]], dist.ProcessGroup | None]
-"""Makes groups, by their name and members, collectively over all processes; returns this process's own."""
+_GroupCreator = Callable[[str, list[list[int]]], dist.ProcessGroup | None]
+"""Creates groups from a name and their members, collectively over all processes; returns the one of this process."""
 
 
-def _maker(by_nccl: bool, torch_device: torch.device, timeout: timedelta, nccl: NcclOptions) -> Maker:
-    """Return what makes the groups of one name."""
+def _group_creator(by_nccl: bool, torch_device: torch.device, timeout: timedelta, nccl: NcclOptions) -> _GroupCreator:
+    """Return the function that creates the groups of a name."""
 
     def split(name: str, lines: list[list[int]]) -> dist.ProcessGroup | None:
-        """One communicator of NCCL for each group from the start, none for each pair at the first message."""
+        """Create an NCCL communicator for each group now, instead of one for each pair at its first message."""
         return dist.split_group(
             split_ranks=lines, timeout=timeout, pg_options=nccl.of_group(name, timeout), group_desc=name, **of_nccl
         )
 
-    def line_by_line(name: str, lines: list[list[int]]) -> dist.ProcessGroup | None:
+    def create_each(name: str, lines: list[list[int]]) -> dist.ProcessGroup | None:
         own_group, rank = None, dist.get_rank()
         for members in lines:
             options: dict[str, Any] = {"backend": "gloo"}
@@ -200,8 +201,8 @@ def _maker(by_nccl: bool, torch_device: torch.device, timeout: timedelta, nccl: 
         return own_group
 
     if not by_nccl or bound_device() is None:
-        return line_by_line
-    # Since torch 2.12; before, the split of a default group for CPUs and GPUs makes groups of gloo, too.
+        return create_each
+    # Since torch 2.12; before, splitting a default group for CPUs and GPUs creates gloo groups, too.
     selects = "backend" in inspect.signature(dist.split_group).parameters and "gloo" in dist.get_backend_config()
     of_nccl: dict[str, Any] = {"backend": "cuda:nccl"} if selects else {}
     return split

@@ -24,9 +24,9 @@ LIMIT_BYTES = 1 << 30
 
 
 def values_of_members(communicator: Communicator | None, value: Any, label: str) -> list[Any]:
-    """Return the JSON value of every member, in their order; only one's own without others. Collective.
+    """Return the JSON value of every member, in their order; None: only that of this process. Collective.
 
-    label: for the error of a process that waits in vain.
+    label: of the wait, for the error if it fails.
     """
     if communicator is None:
         return [value]
@@ -39,12 +39,12 @@ def values_of_members(communicator: Communicator | None, value: Any, label: str)
 def gather_values(value: Any, group: dist.ProcessGroup | None, called: str = "") -> list[Any]:
     """Return the value of every process of the group (None: of all), in the order of ranks. Collective over the group.
 
-    value: a JSON value. Tuples arrive as lists, also this process's own.
-    called: name of the public method that begins with this exchange, or that it belongs to (`calls`).
+    value: a JSON value. Tuples become lists, also in the value of this process.
+    called: name of the public method that begins with or contains this exchange (`calls`).
 
     Raises:
         RuntimeError: as torch's collectives.
-        RunError: a process sent something else.
+        RunError: a process sent invalid data.
         InputError: on every process, if they were called for different methods.
     """
     size, device = dist.get_world_size(group), _device(group)
@@ -61,7 +61,7 @@ def gather_values(value: Any, group: dist.ProcessGroup | None, called: str = "")
 def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None, called: str = "") -> Any:
     """Return the value of the process with global rank `source`, on every process. Collective over the group.
 
-    called: as for `gather_values`, which also says what is raised.
+    called: as for `gather_values`. Raises as `gather_values`.
     """
     device, is_source = _device(group), dist.get_rank() == source
     message = _encode(value if is_source else None)

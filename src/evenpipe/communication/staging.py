@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Staging:
-    """The copies of one device."""
+    """Copies tensors of a GPU to and from host memory."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self._torch_device = torch_device
@@ -18,8 +18,8 @@ class Staging:
     def to_host(
         self, reads: Tensor | None, writes: Tensor | None, both: Tensor | None
     ) -> tuple[list[Tensor], Callable[[], None] | None]:
-        """Return host copies of the given tensors, in this order, filled if they are read; and the action after the
-        wait.
+        """Return host copies of these tensors, in this order, filled if they are read; and the function to call after
+        the wait.
 
         Returns when the copies are complete, because gloo may read them at once. The host tensors live as long as the
         handle.

@@ -61,7 +61,7 @@ class Wire:
         return self.latency_seconds + size / self.bandwidth
 
 
-@declare("hardware", one_for_all=False)
+@declare("hardware", unwrap_single=False)
 class Hardware:
     """One device, its node, and the network of nodes."""
 

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from evenpipe.errors import InputError
-from evenpipe.given import beside, hub_options
+from evenpipe.given import hub_options, nearest_path
 from evenpipe.model.structure import first_line
 
 LARGEST: dict[str, int] = {
@@ -52,7 +52,7 @@ def read_config(name: str, trust_remote_code: bool = False, *, field: str = "mod
         fault = "has a config that transformers refuses; expected a JSON object with the fields of a language model"
         if isinstance(error, OSError) or values == {}:
             fault = "is neither a folder with a config.json nor a model that the hub gives out"
-        raise InputError(f"{field} = {name!r} {fault} ({first_line(error)}){beside(name) or '.'}") from error
+        raise InputError(f"{field} = {name!r} {fault} ({first_line(error)}){nearest_path(name) or '.'}") from error
 
 
 def check_sizes(values: Mapping[str, Any]) -> None:

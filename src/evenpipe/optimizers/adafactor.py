@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenpipe.communication.calls import agree
+from evenpipe.communication.calls import check_same_call
 from evenpipe.communication.communicator import Communicator
 from evenpipe.optimizers.held import HeldParameter, HoldsParameters, groups_by_decay, loss_of, sums
 
@@ -87,7 +87,7 @@ class Adafactor(torch.optim.Adafactor):
                     _Update(held, group, self.state.get(parameter, {}))
                 )
         for communicator, updates in by_communicator.items():
-            agree(communicator, "Adafactor.step", updates[0].held.parameter.device)
+            check_same_call(communicator, "Adafactor.step", updates[0].held.parameter.device)
             bucket: list[_Update] = []
             elements = 0
             for update in updates:

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from evenpipe.communication.calls import agree
+from evenpipe.communication.calls import check_same_call
 from evenpipe.optimizers.held import HeldParameter, HoldsParameters, Visit, groups_by_decay, loss_of
 
 ELEMENTS_AT_ONCE = 1 << 26
@@ -133,7 +133,7 @@ class Muon(torch.optim.Optimizer):
             return
         communicator = self._held[parameters[0]].communicator
         assert communicator is not None
-        agree(communicator, "Muon.step", parameters[0].device)
+        check_same_call(communicator, "Muon.step", parameters[0].device)
         members = len(communicator.members)
         ordered = sorted(
             parameters, key=lambda matrix: -math.prod(self._held[matrix].shape) * min(self._held[matrix].shape)

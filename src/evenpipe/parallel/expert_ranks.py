@@ -36,4 +36,4 @@ class ExpertRanks(Ranks):
         """Send rows [sum of sent, ...], sorted by member, and receive `output` [sum of received, ...], sorted likewise.
         Neither may be changed before the wait."""
         handle = self.communicator.exchange(output, rows, received, sent, f"{label} {self._where}")
-        return handle.giving(None, needed_by=self.running.text)
+        return handle.returning(None, needed_by=self.running.text)

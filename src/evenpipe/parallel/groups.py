@@ -288,14 +288,14 @@ class Groups:
             return Done(value)
         tensor = torch.empty(shape, dtype=dtype, device=self.torch_device) if value is None else value.contiguous()
         handle = self.line.broadcast(tensor, self._grid.at(pp=source), "the loss")
-        return handle.giving(tensor, "the caller")
+        return handle.returning(tensor, "the caller")
 
     def total(self, tensor: Tensor, label: str) -> Work:
         """Return the sum of a tensor over everyone, on all processes; the given tensor is overwritten."""
         return (
             Done(tensor)
             if self.everyone is None
-            else self.everyone.all_reduce(tensor, label).giving(tensor, "the caller")
+            else self.everyone.all_reduce(tensor, label).returning(tensor, "the caller")
         )
 
     def share_sum(self, value: Tensor | None, source: int, dtype: torch.dtype) -> Work:
@@ -305,4 +305,4 @@ class Groups:
         number = torch.zeros((), dtype=dtype, device=self.torch_device) if value is None else value.contiguous()
         handle = self.everyone.all_gather(number, "the loss of all replicas")
         rows = [self._position_of[rank] for rank in self._grid.group(*COPIES, pp=source, tp=0)]
-        return handle.giving(handle.result, "the caller", lambda table: table[rows].sum(0))
+        return handle.returning(handle.result, "the caller", lambda table: table[rows].sum(0))

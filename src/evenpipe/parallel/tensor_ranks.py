@@ -34,7 +34,7 @@ class TensorRanks(Ranks):
     def start_gather(self, rows: Tensor) -> Handle:
         """Begin `gather`."""
         handle = self.communicator.all_gather(rows, f"rows of {self.running.text}")
-        return handle.giving(handle.result.flatten(0, 1))
+        return handle.returning(handle.result.flatten(0, 1))
 
     def scatter(self, partial: Tensor) -> Tensor:
         """Return this rank's rows [n/t, ...] of the sum over ranks of [n, ...]."""
@@ -49,7 +49,7 @@ class TensorRanks(Ranks):
 
     def pass_on(self, rows: Tensor, buffer: Tensor, label: str) -> Handle:
         """Begin to send rows to the next rank, and to receive those of the previous rank into the buffer."""
-        return self.communicator.pass_on(rows, buffer, f"{label} of {self.running.text}").giving(buffer)
+        return self.communicator.shift(rows, buffer, f"{label} of {self.running.text}").returning(buffer)
 
     def started(self, label: str) -> None:
         """Report an exchange that torch has started itself to the watch."""

@@ -1,19 +1,19 @@
-"""Start several processes on this machine, run a function in each, and return results or the first cause of failure.
+"""Start several processes on this machine, run a function in each, and return the results or raise the first failure.
 
     losses = launch(train, "config.toml", processes=4)
 
 The processes have the same environment as under torchrun, but meet in a folder that only their user may enter
 (`store`), and listen only on loopback. On a machine without GPUs they are forked from a server that has imported torch
-and transformers once (a second launch from the same program reuses it); CUDA does not survive a fork, so with GPUs each
-process starts from scratch.
+and transformers once (later launches of the program reuse it); CUDA does not survive a fork, so with GPUs each process
+starts from scratch.
 
 This replaces torch's elastic launcher, which gives a stopped process 30 s to end after a failure, and waits forever for
 a process that is stopped or killed between its result and its end.
 
-The result or the failure of a process goes through a file in that folder. Only the function, its arguments and its
-results are pickled. Functions defined in a notebook or another program without a file cannot be imported, so they are
-sent by value (cloudpickle). When a process fails, the launcher ends the others (`supervisor`); the watch has then
-already settled which of them was at fault.
+Each process writes its result or failure to a file in that folder. Only the function, its arguments and its results are
+pickled. Functions defined in a notebook or another program without a file cannot be imported, so they are sent by value
+(cloudpickle). When a process fails, the launcher ends the others (`supervisor`); by then the watch has settled which
+one was at fault.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from evenpipe.processes.names import process
 from evenpipe.processes.owner import EXIT_CODE, Owner
 from evenpipe.processes.proof import ABORTED, AWAITED
 from evenpipe.processes.signs import Board, Cause, cause_of
-from evenpipe.processes.stopping import Wish
+from evenpipe.processes.stopping import StopForwarder
 from evenpipe.processes.store import FolderStore
 from evenpipe.processes.supervisor import Beats, Ending, end, supervise
 from evenpipe.processes.temporary import temporary_folder
@@ -104,15 +104,15 @@ def launch(
     silence_seconds: a process without a sign of life for this long counts as dead.
     start_seconds: how long processes may take to start.
     torch_device: "cpu" or "cuda"; default: a GPU if there is one.
-    preload: as in `prepare_launch`, which may have been called before.
-    on_stop: called with the number of a first Ctrl-C or SIGTERM when it has been passed on to processes that can stop
-        on request (`stopping`); it ends nothing then. Without `on_stop`, or if they cannot, the first one ends them.
+    preload: as `modules` of `prepare_launch`, which may have been called before.
+    on_stop: called with the number of the first Ctrl-C or SIGTERM when it was forwarded to processes that can stop on
+        request (`stopping`); it then ends nothing. Without `on_stop`, or if they cannot, the first signal ends them.
 
     Raises:
-        InputError: `function` raised one, or an argument of launch is wrong. Same text; notes with the lines of your
-            program where processes raised it.
-        RunError: anything else that ended a process: the first cause; a note with the line of your program and the
-            traceback of the process.
+        InputError: `function` raised one, or an argument of launch is wrong. Has the same text, and notes with the
+            lines of your program where processes raised it.
+        RunError: a process ended for any other reason. Names the first cause; a note has the line of your program and
+            the traceback of the process.
         KeyboardInterrupt: Ctrl-C. SystemExit: SIGTERM, SIGHUP or SIGQUIT. All processes have ended by then.
     """
     _end_if_unguarded()
@@ -141,60 +141,64 @@ def launch(
         Board(folder / "board", processes)
         prepare_launch(*preload, torch_device=torch_device)
         store = FolderStore(folder / "store")
-        wish = Wish(store, on_stop)
-        handler.accept = wish.accept
+        stop_forwarder = StopForwarder(store, on_stop)
+        handler.accept = stop_forwarder.accept
         method = _start_method(torch_device)
         parent = _server_pid() if method == "forkserver" else os.getpid()
         # The type stubs know no common type of contexts that has Process.
         new_process: Any = multiprocessing.get_context(method).Process  # type: ignore[attr-defined]
         environments = [_environment(rank, processes, folder / "store") for rank in range(processes)]
-        children = [new_process(target=_process, args=(work, own, folder, limits, parent)) for own in environments]
+        children = [
+            new_process(target=_process, args=(work, environment, folder, limits, parent))
+            for environment in environments
+        ]
         try:
             first = _run(children, Beats(store, processes), silence_seconds)
         finally:
             with signals_handled(lambda *_: None, SIGNALS):
-                end(children, 0.0 if wish.accepted else SHUTDOWN_SECONDS)  # from here on they ignore SIGTERM
+                # Processes that can stop on request ignore SIGTERM.
+                end(children, 0.0 if stop_forwarder.accepted else SHUTDOWN_SECONDS)
         if first is not None:
             raise _first_cause(folder, processes, first)
         return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(processes)]
 
 
 def prepare_launch(*modules: str, torch_device: str | None = None) -> None:
-    """Start a server in the background that imports the modules for a later `launch`.
+    """Start a background server that imports the modules for a later `launch`.
 
     Call it early: four imports of torch and transformers take 12 s on two cores; one takes 3 s, in parallel with the
-    caller. With GPUs it does nothing.
+    caller. Does nothing with GPUs.
 
-    modules: names of more modules to import, besides torch, transformers and evenpipe.
+    modules: names of modules to import besides torch, transformers and evenpipe.
     """
-    _end_if_unguarded()  # whatever a caller does before it launches is not done there either
+    _end_if_unguarded()  # before the caller does anything else
     if _start_method(torch_device) != "forkserver":
         return
     multiprocessing.set_forkserver_preload([*PRELOAD, *modules])
-    # The server inherits it: only the launcher should react to Ctrl-C or Slurm's SIGTERM.
+    # The server inherits the ignored signals: only the launcher should react to Ctrl-C or Slurm's SIGTERM.
     with default_variables(OMP_NUM_THREADS="1"), signals_handled(signal.SIG_IGN, STOPS):
-        _give_the_server_a_folder()
+        _set_server_folder()
         multiprocessing.forkserver.ensure_running()
 
 
-# -- what travels -----------------------------------------------------------------------------------------------------
+# -- pickling --------------------------------------------------------------------------------------------------------
 
 
 def _main_can_be_imported() -> bool:
-    """Return whether there is a file that another process could import as this one's `__main__`."""
+    """Return whether another process could import a file as this process's `__main__`."""
     main = sys.modules["__main__"]
     return main.__spec__ is not None or Path(getattr(main, "__file__", None) or "").is_file()
 
 
 def _dumps(value: Any) -> bytes:
-    """Pickle by reference, which also fails early if no process could import it; by value if `__main__` is not a
-    file."""
+    """Pickle by reference, which fails early if the processes could not import the value; by value if `__main__` is
+    not a file."""
     return pickle.dumps(value) if _main_can_be_imported() else cloudpickle.dumps(value)
 
 
 def _end_if_unguarded() -> None:
-    """Ends this process where it is one of a launch that imports the program of its launcher, and comes upon another:
-    the launcher then says what is wrong."""
+    """End this process if it reaches a launch while it imports the program of its own launcher, which then explains the
+    mistake."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(UNGUARDED)
 
@@ -203,18 +207,18 @@ def _end_if_unguarded() -> None:
 
 
 def _run(children: Sequence[BaseProcess], beats: Beats, silence_seconds: float) -> Ending | None:
-    """Start the processes and return when they have ended, as `supervise`. Raises the errors of `launch`."""
+    """Start the processes and return when they have ended, as `supervise` does. Raises the errors of `launch`."""
     try:
-        # torch reads these when it is imported, which in a fresh process is before our code.
-        with default_variables(OMP_NUM_THREADS="1", **allocator_variables()), _main_as_it_is():
+        # torch reads these variables at import, which in a fresh process precedes our code.
+        with default_variables(OMP_NUM_THREADS="1", **allocator_variables()), _without_main_file():
             for child in children:
                 child.start()
         return supervise(children, beats, silence_seconds=silence_seconds)
     except _Interrupted as interrupted:
         if (server := _server_pid()) and any(child.pid is None for child in children):
-            # It imports, or is about to fork a process that we do not know yet.
+            # The server is importing, or is about to fork a process that we do not know yet.
             os.kill(server, signal.SIGKILL)
-            multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # or it would be asked again
+            multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # or it would be used again
         if interrupted.number == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise SystemExit(128 + interrupted.number) from None
@@ -223,7 +227,7 @@ def _run(children: Sequence[BaseProcess], beats: Beats, silence_seconds: float) 
 
 
 def _start_method(torch_device: str | None) -> str:
-    """Return the start method: fork from a server that has imported everything, if that is safe."""
+    """Return the start method: fork from a server with everything imported, if that is safe."""
     gpus = torch_device != "cpu" and torch.cuda.is_available()
     return "spawn" if sys.platform != "linux" or gpus else "forkserver"
 
@@ -234,9 +238,9 @@ def _server_pid() -> int | None:
     return pid
 
 
-def _give_the_server_a_folder() -> None:
-    """Put the fork server's socket into one of our folders: multiprocessing's own folder would stay forever if the
-    program is killed, ours only until the next program starts."""
+def _set_server_folder() -> None:
+    """Put the fork server's socket into one of our folders: if the program is killed, multiprocessing's own folder
+    would remain forever, and ours until the next program starts."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is None:
         folder = temporary_folder("evenpipe-server-")
@@ -245,7 +249,7 @@ def _give_the_server_a_folder() -> None:
 
 
 def _environment(rank: int, processes: int, store: Path) -> dict[str, str]:
-    """Return the environment of a process: the caller's, and the variables of torchrun except for its store."""
+    """Return the environment of a process: the caller's, plus the variables of torchrun except for its store."""
     loopback = "lo" if sys.platform == "linux" else "lo0"
     return {
         "OMP_NUM_THREADS": "1",
@@ -267,7 +271,7 @@ class _Interrupted(BaseException):
 
 
 class _Handler:
-    """The first signal that is not accepted raises _Interrupted."""
+    """Raises _Interrupted for the first signal that is not accepted."""
 
     def __init__(self) -> None:
         self.accept: Callable[[int], bool] = lambda number: False
@@ -275,14 +279,13 @@ class _Handler:
 
     def __call__(self, number: int, _: FrameType | None) -> None:
         if not self._raised and not self.accept(number):
-            self._raised = True  # another one would interrupt the handling of this one
+            self._raised = True  # another signal would interrupt the handling of this one
             raise _Interrupted(number)
 
 
 @contextlib.contextmanager
-def _main_as_it_is() -> Iterator[None]:
-    """New processes import the file that `__main__` names: prevent that for "<stdin>", a program from standard
-    input."""
+def _without_main_file() -> Iterator[None]:
+    """Keep new processes from importing the file that `__main__` names if it is "<stdin>", standard input."""
     main = vars(sys.modules["__main__"])
     if _main_can_be_imported() or "__file__" not in main:
         yield
@@ -295,7 +298,7 @@ def _main_as_it_is() -> Iterator[None]:
 
 
 def _first_cause(folder: Path, processes: int, first: Ending) -> InputError | RunError:
-    """Return the error to raise, from the records of the processes and from how the first of them ended."""
+    """Return the error to raise, from the records of the processes and the ending of the first one."""
     board = Board(folder / "board", processes)
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("failure-*.json"))]
     records.sort(key=lambda record: record["rank"] != record["origin"])  # the culprit's own message first
@@ -313,28 +316,30 @@ def _first_cause(folder: Path, processes: int, first: Ending) -> InputError | Ru
         how = first.why or f"ended with exit code {first.exit_code}"
         if not first.why and first.exit_code < 0:
             how = f"was killed by signal {-first.exit_code} ({signal.Signals(-first.exit_code).name})"
-        text = f"{process(first.rank, first.pid, board.place(first.rank))} {how}"
-    for other in range(processes):
-        if other != culprit and (waiting := board.read(other)):
-            text += f"; {process(other, place=board.place(other))} was awaiting {waiting}"
+        text = f"{process(first.rank, first.pid, board.position(first.rank))} {how}"
+    for rank in range(processes):
+        if rank != culprit and (waiting := board.read(rank)):
+            text += f"; {process(rank, position=board.position(rank))} was awaiting {waiting}"
             break
     if first.exit_code == -signal.SIGABRT and any(board.read(rank).startswith(AWAITED) for rank in range(processes)):
         text += f"; {ABORTED}"
     error = RunError(text)
     if records and records[0]["rank"] == culprit:
-        below = "\n".join(filter(None, (records[0]["line"], records[0]["traceback"])))
-        error.add_note(f"in {process(culprit, place=board.place(culprit))}:\n{below}")
+        details = "\n".join(filter(None, (records[0]["line"], records[0]["traceback"])))
+        error.add_note(f"in {process(culprit, position=board.position(culprit))}:\n{details}")
     return error
 
 
 def _with_lines(error: InputError, records: Sequence[dict[str, Any]], board: Board) -> InputError:
     """Add a note for each line of the user's program where processes raised this error themselves."""
-    ranks: dict[str, list[int]] = {}
+    ranks_by_line: dict[str, list[int]] = {}
     for record in records:
         if record["line"] and record["raised"] == str(error):
-            ranks.setdefault(record["line"], []).append(record["rank"])
-    for line, raised in ranks.items():
-        who = process(raised[0], place=board.place(raised[0])) if len(raised) == 1 else names.processes(sorted(raised))
+            ranks_by_line.setdefault(record["line"], []).append(record["rank"])
+    for line, ranks in ranks_by_line.items():
+        who = (
+            process(ranks[0], position=board.position(ranks[0])) if len(ranks) == 1 else names.processes(sorted(ranks))
+        )
         error.add_note(f"in {who}:\n{line}")
     return error
 
@@ -343,12 +348,12 @@ def _with_lines(error: InputError, records: Sequence[dict[str, Any]], board: Boa
 
 
 def _process(work: bytes, environment: dict[str, str], folder: Path, limits: dict[str, Any], parent: int) -> None:
-    """The whole life of one process. Returns if all is well, otherwise leaves by os._exit."""
-    os.environ.clear()  # a fork server has the environment of the time when it was started
+    """Run one process. Returns on success, otherwise exits by os._exit."""
+    os.environ.clear()  # a fork server has the environment from when it was started
     os.environ.update(environment)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    _end_with(parent)
+    _end_with_parent(parent)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
     rank = int(os.environ["RANK"])
     watch: Watch | None = None
@@ -376,28 +381,28 @@ def _process(work: bytes, environment: dict[str, str], folder: Path, limits: dic
     atexit.register(os._exit, 0)  # the interpreter's normal exit takes 1.5 s with torch loaded
 
 
-def _end_with(parent: int) -> None:
+def _end_with_parent(parent: int) -> None:
     """End this process when the caller, or the fork server, is killed.
 
-    parent: pid of the process that started this one. The kernel ends this process with it, even when it is stopped. A
-    fork server lives as long as any of its processes, so this also waits for the end of the caller.
+    parent: pid of the process that started this one. The kernel ends this process with its parent, even when it is
+    stopped. A fork server lives as long as any of its processes, so a thread also waits for the end of the caller.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended already
+        if os.getppid() != parent:  # the parent has ended already
             os._exit(EXIT_CODE)
     caller = multiprocessing.parent_process()
     assert caller is not None
 
-    def end_with_the_caller() -> None:
+    def end_with_caller() -> None:
         caller.join()
         os._exit(EXIT_CODE)
 
-    threading.Thread(target=end_with_the_caller, name="evenpipe-parent", daemon=True).start()
+    threading.Thread(target=end_with_caller, name="evenpipe-parent", daemon=True).start()
 
 
 def _record(folder: Path, rank: int, cause: Cause, error: BaseException | None = None) -> None:
-    """Write down how this process failed, for the parent. A second record, with the exception, replaces the first."""
+    """Write for the parent how this process failed. A second record, with the exception, replaces the first."""
     record = {
         "rank": rank,
         "origin": cause.origin,
@@ -407,10 +412,10 @@ def _record(folder: Path, rank: int, cause: Cause, error: BaseException | None =
         "line": "" if error is None else user_line(error),
         "raised": "" if error is None else str(error),
     }
-    part = folder / f"failure-{rank}-{threading.get_ident()}.part"
+    temporary = folder / f"failure-{rank}-{threading.get_ident()}.part"
     with contextlib.suppress(OSError):  # disk full: the launcher still sees the exit code
-        part.write_text(json.dumps(record))
-        part.rename(folder / f"failure-{rank}.json")
+        temporary.write_text(json.dumps(record))
+        temporary.rename(folder / f"failure-{rank}.json")
 
 
 def _flush() -> None:

@@ -1,62 +1,62 @@
-"""Information about other processes: from their heartbeats in the store, and about those of the same machine from the
-kernel. Each finding is a `Cause`; `watch` decides which of them is valid."""
+"""Information about other processes: from their heartbeats in the store, and for those on the same machine from the
+kernel. Each finding is a `Cause`; `watch` decides which one is valid."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from evenpipe.processes.names import process
-from evenpipe.processes.signs import Beat, Cause, Waiting, started
+from evenpipe.processes.signs import Beat, Cause, Waiting, start_time
 from evenpipe.processes.store import Store
 
 
 class Peers:
-    """The other processes, as seen from one."""
+    """The other processes, as seen from this one."""
 
-    def __init__(self, store: Store, own: Beat, rank: int, world_size: int, *, key: str = "beat") -> None:
-        """Tell the others of this machine about this process. Every method raises StoreError if the store is gone.
+    def __init__(self, store: Store, own_beat: Beat, rank: int, world_size: int, *, key: str = "beat") -> None:
+        """Announce this process to the others on its machine. Every method raises StoreError if the store is lost.
 
         key: of the beats in the store.
         """
         self._store = store
-        self._own = own
+        self._own_beat = own_beat
         self._rank = rank
         self._world_size = world_size
         self._key = key
-        self._here = f"on {own.machine}"  # of all keys: a process that has met the others may die before its first beat
-        store.append(self._here, f" {rank}")
+        self._local_key = f"on {own_beat.machine}"  # for any `key`: a process may die before its first beat
+        store.append(self._local_key, f" {rank}")
 
     def beat(self, rank: int) -> tuple[str, Beat | None]:
-        """Return the beat of a process as text, and its content. Before the first beat, the values from the meeting;
-        None before that, and if the text is not a beat."""
+        """Return the beat of a process as text and parsed. Before its first beat, return the one written when processes
+        met; None before that, and if the text is not a beat."""
         for key in (f"{self._key}/{rank}", f"here/{rank}"):
             if (text := self._store.read(key)) is not None:
                 beat = Beat.load(text, self._world_size)
                 return ("", None) if beat is None else (text, beat)
         return "", None
 
-    def here(self) -> list[int]:
-        """Return the other processes of this machine."""
-        written = (self._store.read(self._here) or "").split()
+    def local_ranks(self) -> list[int]:
+        """Return the other processes on this machine."""
+        written = (self._store.read(self._local_key) or "").split()
         ranks = {int(rank) for rank in written if rank.isdecimal() and len(rank) < 10}
         return sorted(rank for rank in ranks if rank < self._world_size and rank != self._rank)
 
     def death_of(self, rank: int) -> Cause | None:
         """Return a cause if that process ran on this machine and has died. On other machines only silence shows it."""
         beat = self.beat(rank)[1]
-        if beat is None or beat.machine != self._own.machine or started(beat.pid) == beat.started:
+        if beat is None or beat.machine != self._own_beat.machine or start_time(beat.pid) == beat.started:
             return None
-        again = self.beat(rank)[1]
-        if again is None or again.done:  # read again after the check: "done" is written before the end
+        latest = self.beat(rank)[1]
+        if latest is None or latest.done:  # read after the check: "done" is written before the end
             return None
         return Cause("dead", rank, f"{process(rank, beat.pid)} has died: killed, out of memory or crashed")
 
     def first_death(self, ranks: Iterable[int]) -> Cause | None:
-        """Return the cause of the first dead process among these, if any."""
+        """Return the cause for the first dead process of `ranks`, if any."""
         return next((cause for rank in ranks if (cause := self.death_of(rank)) is not None), None)
 
     def departure(self, ranks: Iterable[int]) -> Cause | None:
-        """Return a cause if one of these has ended without an error, though others still need it."""
+        """Return a cause if one of `ranks` has ended without an error although others still need it."""
         for rank in ranks:
             beat = self.beat(rank)[1]
             if beat is not None and beat.done:
@@ -72,9 +72,9 @@ class Peers:
         doing = f"awaited {beat.waiting}" if beat.waiting else "was not waiting for any process"
         return Cause("silent", rank, f"{reason} (pid {beat.pid}; it {doing})")
 
-    def stuck(self, waiting: Waiting | None) -> Cause:
-        """After a timeout without a death: follow who waits for whom to the nearest process that does not wait, or
-        around the first circle if all do."""
+    def find_stuck(self, waiting: Waiting | None) -> Cause:
+        """After a timeout without a death, follow who waits for whom to the nearest process that does not wait, or
+        around the first cycle if all do."""
         begin = f"{process(self._rank)} timed out awaiting {waiting}"
         origin, circle, seen = self._rank, "", {self._rank}
         paths = [(waiting, begin)]
@@ -84,11 +84,14 @@ class Peers:
                 continue
             for peer in waiting.peers:
                 beat = self.beat(peer)[1]
-                # In a collective all wait for the same; only a process that does something else matters.
+                # All members of a collective wait for the same operation: look for one that does something else.
                 if beat is None:
                     continue
-                other = beat.waiting
-                if other and (other.label, other.communicator) == (waiting.label, waiting.communicator):
+                peer_waiting = beat.waiting
+                if peer_waiting and (peer_waiting.label, peer_waiting.communicator) == (
+                    waiting.label,
+                    waiting.communicator,
+                ):
                     continue
                 if beat.done or beat.waiting is None:
                     state = "has finished" if beat.done else "does not wait"

@@ -2,7 +2,7 @@
 
 gloo listens on a port for each group, and accepts the first connection that sends the small number of a peer; on
 loopback that may be another user of the machine. So if processes share a secret (`FolderStore.secret`), every pair of a
-new group proves that it knows it, before anything else is sent: each sends the other a code (HMAC-SHA256, RFC 2104) of
+new group proves that it knows it before anything else is sent: each sends the other a code (HMAC-SHA256, RFC 2104) of
 the group and of both ranks. A stranger in a peer's place learns only a code that is useless elsewhere.
 """
 
@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 AWAITED = "proofs of"
-"""How a wait for proofs begins."""
+"""Prefix of the label of a wait for proofs."""
 
 ABORTED = (
     "gloo ends a process that receives more than it asked for, so a program that is not part of this run may have "
     "connected to it; check who else uses this machine"
 )
-"""What to say of a process that was aborted in such a wait."""
+"""Message about a process that was aborted in such a wait."""
 
 
-def strangers(group: dist.ProcessGroup, rank: int, members: Sequence[int], secret: bytes) -> list[int]:
+def find_strangers(group: dist.ProcessGroup, rank: int, members: Sequence[int], secret: bytes) -> list[int]:
     """Return the members whose connection leads to a stranger. Collective over a group that has gloo.
 
     rank, members: global ranks.
@@ -46,5 +46,5 @@ def _code(secret: bytes, group: str, sender: int, receiver: int) -> Tensor:
     return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return hmac.compare_digest(one.numpy().tobytes(), other.numpy().tobytes())
+def _equal(code: Tensor, expected: Tensor) -> bool:
+    return hmac.compare_digest(code.numpy().tobytes(), expected.numpy().tobytes())

@@ -1,6 +1,6 @@
-"""Messages between processes: beats, what they wait for, and why a run ended. Only data, no decisions.
+"""Messages between processes: heartbeats with pending waits, and why a run ended. Only data, no decisions.
 
-Beats and causes come from a store (`store`) that strangers may reach too, so reading is strict: a text that no process
+Beats and causes come from a store (`store`) that strangers may also reach, so reading is strict: a text that no process
 of this run would write is not a beat, and the message of another process is shown as a quotation.
 """
 
@@ -24,7 +24,7 @@ LAUNCHER = -1
 """Instead of a rank: the cause comes from the process that started the others."""
 
 TEXT_LENGTH = 4000
-"""Longest shown sentence of another process."""
+"""Longest sentence of another process that is shown."""
 
 NAME_LENGTH = 1000
 """Longest name of a machine, pass or communicator."""
@@ -56,11 +56,11 @@ class Cause:
 
     @staticmethod
     def load(text: str, world_size: int) -> Cause:
-        """Read the result of `dump`. Anything else becomes a cause that says so."""
+        """Parse the result of `dump`. Any other text becomes a cause that says so."""
         try:
-            kind, origin, said, witness = _values(_parsed(text), "kind", "origin", "text", "witness")
+            kind, origin, message, witness = _values(_parsed(text), "kind", "origin", "text", "witness")
             origin, witness = _number(origin, LAUNCHER, world_size - 1), _number(witness, 0, world_size - 1)
-            return Cause(_one_of(kind, KINDS), origin, words(_text(said, None)), witness)
+            return Cause(_one_of(kind, KINDS), origin, safe_text(_text(message, None)), witness)
         except ValueError:
             return Cause("dead", LAUNCHER, "the store of the run has a cause that no process of the run has written")
 
@@ -95,7 +95,7 @@ class Beat:
 
     @staticmethod
     def load(text: str, world_size: int) -> Beat | None:
-        """Read the result of `dump`; None for anything else."""
+        """Parse the result of `dump`; None for any other text."""
         try:
             count, machine, pid, started, waiting, done = _values(
                 _parsed(text), "count", "machine", "pid", "started", "waiting", "done"
@@ -134,39 +134,39 @@ def _values(fields: Any, *names: str) -> list[Any]:
     return [fields[name] for name in names]
 
 
-def _number(value: Any, least: int, most: int) -> int:
-    if type(value) is not int or not least <= value <= most:
+def _number(value: Any, minimum: int, maximum: int) -> int:
+    if type(value) is not int or not minimum <= value <= maximum:
         raise ValueError
     return value
 
 
 def _text(value: Any, length: int | None = NAME_LENGTH) -> str:
-    """Return a printable string, or None; without a length any string."""
+    """Return a printable string of at most `length`; None: any string."""
     if not isinstance(value, str) or (length is not None and (len(value) > length or not value.isprintable())):
         raise ValueError
     return value
 
 
 def _one_of(value: Any, values: Sequence[Any]) -> Any:
-    if not any(type(value) is type(one) and value == one for one in values):
+    if not any(type(value) is type(allowed) and value == allowed for allowed in values):
         raise ValueError
     return value
 
 
 class Board:
-    """A small mapped file in which each process shows its place and what it waits for, readable even after all have
-    been killed."""
+    """A small mapped file in which each process shows its position and its wait, readable even after all have been
+    killed."""
 
-    WIDTH, PLACE_WIDTH = 448, 64
+    WIDTH, POSITION_WIDTH = 448, 64
 
     def __init__(self, path: Path, world_size: int) -> None:
-        """Open the board, or make it if there is none."""
-        size = (self.WIDTH + self.PLACE_WIDTH) * world_size
+        """Open the board; create it if it does not exist."""
+        size = (self.WIDTH + self.POSITION_WIDTH) * world_size
         if not path.exists():
             path.write_bytes(bytes(size))
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), size)
-        self._places = self.WIDTH * world_size
+        self._positions_start = self.WIDTH * world_size
 
     def show(self, rank: int, waiting: Waiting) -> None:
         self._write(rank * self.WIDTH, self.WIDTH, str(waiting))
@@ -178,12 +178,12 @@ class Board:
         """Return what that process waits for, or waited for when it ended; empty if it did not wait."""
         return self._read(rank * self.WIDTH, self.WIDTH)
 
-    def show_place(self, rank: int, place: str) -> None:
-        self._write(self._places + rank * self.PLACE_WIDTH, self.PLACE_WIDTH, place)
+    def show_position(self, rank: int, position: str) -> None:
+        self._write(self._positions_start + rank * self.POSITION_WIDTH, self.POSITION_WIDTH, position)
 
-    def place(self, rank: int) -> str:
-        """Return the place of that process in its pipeline, as in `names`; empty if it has none."""
-        return self._read(self._places + rank * self.PLACE_WIDTH, self.PLACE_WIDTH)
+    def position(self, rank: int) -> str:
+        """Return the position of that process in its pipeline, as in `names`; empty if it has none."""
+        return self._read(self._positions_start + rank * self.POSITION_WIDTH, self.POSITION_WIDTH)
 
     def _write(self, start: int, width: int, text: str) -> None:
         self._memory[start : start + width] = text.encode()[:width].ljust(width, b"\0")
@@ -192,13 +192,13 @@ class Board:
         return self._memory[start : start + width].partition(b"\0")[0].decode(errors="replace")
 
 
-def words(text: str) -> str:
+def safe_text(text: str) -> str:
     """Return the message of another process, safe for a terminal."""
     return shortened(plain_lines(text), TEXT_LENGTH)
 
 
 def cause_of(error: BaseException, rank: int) -> Cause:
-    """Return the cause that an exception of process `rank` is for the others."""
+    """Return the cause to report to the others for an exception of process `rank`."""
     if isinstance(error, InputError):
         return Cause("input", rank, str(error))
     if isinstance(error, RunError):
@@ -207,8 +207,8 @@ def cause_of(error: BaseException, rank: int) -> Cause:
     return Cause("exception", rank, f"{process(rank)} failed: {text}")
 
 
-def machine() -> str:
-    """Return an id that is equal exactly for processes that see each other's pids: containers of one host may not."""
+def machine_id() -> str:
+    """Return an id that two processes share exactly if they see each other's pids: containers on a host may not."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
@@ -216,8 +216,8 @@ def machine() -> str:
         return f"no /proc, process {os.getpid()}"
 
 
-def started(pid: int) -> str | None:
-    """Return when that process started, in the kernel's ticks; None if it has ended. With the pid it is unique."""
+def start_time(pid: int) -> str | None:
+    """Return when that process started, in kernel ticks; None if it has ended. Unique together with the pid."""
     state, ticks = _state(pid)
     return None if state in "ZX" else ticks
 
@@ -228,7 +228,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """Return the kernel's letter for the state of a process, X if it has ended, and its start."""
+    """Return the kernel's letter for the state of a process, X if it has ended, and its start time."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -237,9 +237,9 @@ def _state(pid: int) -> tuple[str, str]:
 
 
 def siblings() -> dict[int, int]:
-    """Return the processes that torchrun's agent, the parent of this one, started for the same run: pid by rank,
-    according to the kernel. Their rank is in the environment that the agent gave them."""
-    run, found = os.environ.get("TORCHELASTIC_RUN_ID"), {}
+    """Return the pids, by rank, of the processes that torchrun's agent, the parent of this one, started for the same
+    run, according to the kernel. Ranks come from the environment that the agent gave to the processes."""
+    run, pids = os.environ.get("TORCHELASTIC_RUN_ID"), {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
@@ -250,5 +250,5 @@ def siblings() -> dict[int, int]:
         except OSError:  # it has ended, or belongs to another user
             continue
         if run is not None and variables.get("TORCHELASTIC_RUN_ID") == run and variables.get("RANK", "").isdecimal():
-            found[int(variables["RANK"])] = int(entry.name)
-    return found
+            pids[int(variables["RANK"])] = int(entry.name)
+    return pids

@@ -1,11 +1,11 @@
-"""The parent's side of local processes: waits for them, notices one that fails or is stopped, and ends the others.
+"""The parent of local processes: waits for them, notices one that fails or is stopped, and ends the others.
 
-The processes watch each other (`watch`) and settle who was at fault; only the parent can do the following:
+The processes watch each other (`watch`) and settle which one was at fault; only the parent can
 
-- kill a stopped process (SIGSTOP), which ignores SIGTERM, as soon as another has failed, or after the silence limit,
-  even before its watch began or after its work was done;
+- kill a stopped process (SIGSTOP), which ignores SIGTERM, as soon as another one has failed, or after the silence
+  limit, even before its watch began or after its work was done;
 - kill the last working process if it gives no sign of life after its peers have finished;
-- after a failure, give the others `FAREWELL_SECONDS` to end by themselves, then send SIGTERM, then SIGKILL.
+- after a failure, give the others `FAREWELL_SECONDS` to end on their own, then send SIGTERM, then SIGKILL.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Ending:
     exit_code: int
     """As in multiprocessing: -9 for SIGKILL."""
     why: str = ""
-    """Set if it did not end by itself: "was stopped for 30 s"."""
+    """Set if the parent killed it: "was stopped for 30 s"."""
 
 
 class Beats:
@@ -49,25 +49,25 @@ class Beats:
         self._store = store
         self._last = [""] * processes
 
-    def pauses(self, rank: int) -> bool:
-        """Return whether that process has begun to beat, has not finished, and has not beaten since the last question.
+    def is_silent(self, rank: int) -> bool:
+        """Return whether that process has begun to beat, has not finished, and has not beaten since the last call.
 
-        False after the run has failed: then the processes end, and stop beating.
+        False after the run has failed: the processes then end, and stop beating.
         """
         text = self._store.read(f"beat/{rank}") or ""
-        before, self._last[rank] = self._last[rank], text
+        previous, self._last[rank] = self._last[rank], text
         beat = Beat.load(text, len(self._last))
-        return text == before and beat is not None and not beat.done and not self._store.has(["cause"])
+        return text == previous and beat is not None and not beat.done and not self._store.has(["cause"])
 
 
 def supervise(processes: Sequence[BaseProcess], beats: Beats, *, silence_seconds: float) -> Ending | None:
-    """Return when all processes have ended: None if all is well, else how the first failed one ended.
+    """Wait until all processes have ended; return how the first failed one ended, or None if none failed.
 
     processes: started, by rank.
-    silence_seconds: how long a process may be stopped, or silent. Only time during which the parent itself runs counts.
+    silence_seconds: how long a process may be stopped or silent. Only time during which the parent runs counts.
     """
     first: Ending | None = None
-    found: tuple[int, str] | None = None
+    killed: tuple[int, str] | None = None
     alive = dict(enumerate(processes))
     stopped, silent = dict.fromkeys(alive, 0.0), dict.fromkeys(alive, 0.0)
     last_time = time.monotonic()
@@ -81,21 +81,21 @@ def supervise(processes: Sequence[BaseProcess], beats: Beats, *, silence_seconds
             del alive[rank]
         failed = [rank for rank, process in ended.items() if process.exitcode]
         if first is None and failed:
-            # Of several at once, a killed or crashed one says more than those that ended because of it.
+            # If several end at once, a killed or crashed one is the cause, and the others end because of it.
             rank = min(failed, key=lambda rank: (ended[rank].exitcode or 0) > 0)
             pid, exit_code = ended[rank].pid, ended[rank].exitcode
             assert pid is not None and exit_code is not None
-            first = Ending(rank, pid, exit_code, found[1] if found is not None and found[0] == rank else "")
+            first = Ending(rank, pid, exit_code, killed[1] if killed is not None and killed[0] == rank else "")
             terminate, kill = now + FAREWELL_SECONDS, now + FAREWELL_SECONDS + TERMINATION_SECONDS
         for rank, process in alive.items():
             assert process.pid is not None
             stopped[rank] = stopped[rank] + elapsed if is_stopped(process.pid) else 0.0
-            silent[rank] = silent[rank] + elapsed if first is None and beats.pauses(rank) else 0.0
-            if stopped[rank] and (first is not None or found is not None):
+            silent[rank] = silent[rank] + elapsed if first is None and beats.is_silent(rank) else 0.0
+            if stopped[rank] and (first is not None or killed is not None):
                 send(process, signal.SIGKILL)
             elif max(stopped[rank], silent[rank]) > silence_seconds + 4 * LOOK_SECONDS:  # its peers are quicker
                 state = "was stopped" if stopped[rank] else "gave no sign of life"
-                found = rank, f"{state} for {silence_seconds:g} s"
+                killed = rank, f"{state} for {silence_seconds:g} s"
                 send(process, signal.SIGKILL)
             elif now > terminate:
                 send(process, signal.SIGKILL if now > kill else signal.SIGTERM)
@@ -105,7 +105,7 @@ def supervise(processes: Sequence[BaseProcess], beats: Beats, *, silence_seconds
 
 
 def end(processes: Sequence[BaseProcess], seconds: float) -> None:
-    """End all started processes: SIGTERM, and SIGKILL after `seconds`; return when they have ended."""
+    """End all started processes, by SIGTERM and after `seconds` by SIGKILL; return when they have ended."""
     started = [process for process in processes if process.pid is not None]
     deadline = time.monotonic() + seconds
     for process in started:

@@ -1,4 +1,4 @@
-"""Temporary folders. Those of a killed program are removed by the next one.
+"""Temporary folders. The next program removes the leftovers of a killed one.
 
 A folder belongs to the process that holds the lock on it (flock). The kernel releases the lock when the program ends
 for any reason, shares it across containers with a common temporary folder but separate pids, and keeps systemd-tmpfiles
@@ -28,8 +28,8 @@ UNLOCKED_SECONDS = 3600.0
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Make a new folder for this user alone, removed at the end by the process that made it, not by those forked from
-    it; leftovers with the same prefix are removed at once.
+    """Create a folder for this user alone. The process that created it removes it at the end, but processes forked from
+    it do not; leftovers with the same prefix are removed first.
 
     Raises:
         InputError: the folder for temporary files cannot be written to.
@@ -43,7 +43,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
         raise InputError(f"{where}: {error.strerror}; expected a folder that can be written to (TMPDIR)") from error
     maker = os.getpid()
     try:
-        # Some network file systems cannot lock folders: then nobody removes leftovers.
+        # Some network file systems cannot lock folders: their leftovers are not removed.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             (folder / MARK).touch()
@@ -58,8 +58,8 @@ def remove_leftovers(prefix: str) -> None:
     """Remove folders of killed programs of this user."""
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
-            found = folder.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and _is_leftover(folder, found.st_mtime):
+            status = folder.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and _is_leftover(folder, status.st_mtime):
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,7 +1,7 @@
-"""The watch: notices that a process died, hangs or failed, and ends all others with one message that names the cause.
+"""The watch notices that a process died, hangs or failed, and ends all others with one message that names the cause.
 
-Nothing in a process can interrupt a gloo wait, and gloo's error when a peer dies names no process; after a timeout it
-may even blame the wrong one. So each process has a thread that, every quarter of a second,
+Nothing in a process can interrupt a gloo wait, and gloo's error names no process when a peer dies, and may blame the
+wrong one after a timeout. So each process has a thread that, every quarter of a second,
 
 1. writes a beat to the store: a counter, and what the main thread waits for;
 2. checks the next process in the ring: if it has died (same machine), or its beat is unchanged for `silence_seconds`,
@@ -9,17 +9,18 @@ may even blame the wrong one. So each process has a thread that, every quarter o
 3. looks for a cause written by any process. There is only one, the first. A process of evenpipe (`owner`) that sees it
    ends with exit code 3; in any other, it is raised where the main thread waits.
 
-A ring suffices, because in any set of dead processes one follows a live one; so the cost does not grow with their
-number. Beats are compared by change of value against the reader's own clock, and only time during which the reader
-itself ran counts: machines' clocks differ, and a whole job may be suspended and continued.
+A ring suffices, because one of any set of dead processes follows a live one, so the cost does not grow with the number
+of processes. The reader measures by its own clock how long a beat is unchanged, and counts only time during which it
+ran itself: machines' clocks differ, and a whole job may be suspended and continued.
 
 The watch itself must not wait forever. A store that does not answer for `silence_seconds`, because its machine was cut
 off, is a cause; so is a wait that exceeds its own limit, whatever the library does.
 
-Under torchrun there are three more cases. Its agent sends SIGTERM to all as soon as it has seen one fail, often before
-the others know which: so the watch handles that signal, looks for the cause, prints it, and ends. If there is no cause,
-and the program can stop on request (`stopping`), the signal was such a request. If a process ends without an error
-while others need it (also by `sys.exit`), they name it. And if the agent itself has died, each process ends itself.
+Under torchrun there are three more cases. Its agent sends SIGTERM to all processes as soon as it has seen one fail,
+often before the others know which one: so the watch handles that signal, looks for the cause, prints it, and ends. If
+there is no cause, and the program can stop on request (`stopping`), the signal was such a request. If a process ends
+without an error while others need it (also by `sys.exit`), they name it. And if the agent itself has died, each process
+ends itself.
 """
 
 from __future__ import annotations
@@ -38,29 +39,29 @@ import torch.distributed as dist
 
 from evenpipe.errors import InputError, RunError
 from evenpipe.given import plain_lines
-from evenpipe.processes.awaited import Awaited
 from evenpipe.processes.bell import STOPS, Bell
-from evenpipe.processes.names import call_by_place, place_of, process, processes
+from evenpipe.processes.names import position_of, process, processes, show_positions
 from evenpipe.processes.owner import Owner
 from evenpipe.processes.peers import Peers
-from evenpipe.processes.proof import AWAITED, strangers
-from evenpipe.processes.signs import LAUNCHER, Beat, Board, Cause, Waiting, cause_of, machine, started
+from evenpipe.processes.pending_waits import PendingWaits
+from evenpipe.processes.proof import AWAITED, find_strangers
+from evenpipe.processes.signs import LAUNCHER, Beat, Board, Cause, Waiting, cause_of, machine_id, start_time
 from evenpipe.processes.store import Store, StoreError, StoreSilentError
 
 BEAT_SECONDS = 0.25
 GRACE_SECONDS = 1.0
 """How long the main thread has to notice a cause."""
-OWN_WAY_SECONDS = 2.0
-"""How long it then has to end in its own way. With `LATE_SECONDS` a process has ended four seconds after the limit of
+OWN_END_SECONDS = 2.0
+"""How long it then has to end on its own. With `LATE_SECONDS`, a process ends at most four seconds after the limit of
 its wait, whatever hangs."""
 
 FAREWELL_SECONDS = 1.5
 """How long after SIGTERM a process looks for the cause before it treats that signal as the cause, or as a request. A
-second signal within that time is the same one: torchrun's agent passes on to its processes what a terminal sent to
-all."""
+second signal within that time is the same one: torchrun's agent forwards a signal that a terminal sent to all
+processes."""
 
 TOO_LONG = re.compile("[Tt]imed out|wait timeout|Application timeout")
-"""gloo's message when a wait took too long, and the store's."""
+"""Messages of gloo and of the store when a wait took too long."""
 
 BROKEN = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Application timeout caused")
 """gloo's messages when a peer has died or a wait took too long."""
@@ -69,7 +70,7 @@ LAUNCHER_DIED = Cause("dead", LAUNCHER, "the launcher of this process has died: 
 
 
 class Watch:
-    """One per process. The main thread calls `awaiting` and `arrived` around every wait, `explain` when it fails."""
+    """One per process. The main thread calls `begin_wait` and `end_wait` around every wait, `explain` when it fails."""
 
     def __init__(
         self,
@@ -82,36 +83,36 @@ class Watch:
         owner: Owner | None = None,
         board: Board | None = None,
     ) -> None:
-        """A watch that does nothing until `start()`. Make it before processes meet: it opens a new connection to the
-        store, which takes seconds if a name server does not answer, and holds the interpreter's lock meanwhile.
+        """A watch that does nothing until `start()`. Create it before processes meet: it opens a new connection to the
+        store, which takes seconds if a name server does not answer, and holds the GIL meanwhile.
 
-        store: reached by all processes, of this run's own; None for a single process.
+        store: of this run, reached by all its processes; None for a single process.
         silence_seconds: a process without a beat for this long counts as dead, and so does a store without an answer.
-            Must exceed the longest operation that keeps Python's interpreter lock.
-        timeout_seconds: default limit of one announced wait.
-        owner: may end the process and hear signals. None: neither, in a process of somebody else's own.
-        board: shows the launcher the place of this process and what it waits for.
+            Must exceed the longest operation that holds the GIL.
+        timeout_seconds: default limit of an announced wait.
+        owner: may end the process and handle signals. None: neither, in a process that evenpipe does not run.
+        board: shows the launcher the position and the wait of this process.
         """
         self.rank, self.world_size, self.silence_seconds = rank, world_size, silence_seconds
-        self.others = tuple(other for other in range(world_size) if other != rank)
+        self.others = tuple(peer for peer in range(world_size) if peer != rank)
         self.cause: Cause | None = None
         self.timeout_seconds = timeout_seconds
         self._store = store
-        self._store_of_thread = None if store is None else store.another()
+        self._store_of_thread = None if store is None else store.clone()
         self._peers: Peers | None = None
         self._board = board
-        self._awaited = Awaited(rank, board)
+        self._pending_waits = PendingWaits(rank, board)
         self._owner = owner
         self._beat_seconds = BEAT_SECONDS * max(1.0, world_size / 256)  # all beats go to one store
-        self._beat = Beat(0, machine(), os.getpid(), started(os.getpid()) or "")
+        self._beat = Beat(0, machine_id(), os.getpid(), start_time(os.getpid()) or "")
         self._silent: StoreSilentError | None = None
         """Set while the store does not answer the watch's thread."""
         self._cause_known = threading.Event()
         self._learning = threading.Lock()
         self._main_knows = False
-        self.asked_to_stop = 0
-        """The signal that asked this process to stop, since `hear_stops`."""
-        self._say: Callable[[int, bool], None] | None = None
+        self.stop_signal = 0
+        """The signal that asked this process to stop, after `handle_stop_signals`; 0 for none."""
+        self._on_signal: Callable[[int, bool], None] | None = None
         self._stop = threading.Event()
         self._bell: Bell | None = None
         self._thread: threading.Thread | None = None
@@ -119,13 +120,13 @@ class Watch:
         self._interrupts: list[Callable[[], None]] = []
 
     def start(self) -> None:
-        """Start to beat. All processes start at about the same time."""
+        """Start to send beats. All processes start at about the same time."""
         if self._store is None or self.world_size == 1:
             return
         assert self._store_of_thread is not None
         store = self._store_of_thread
-        # All processes of all machines access the store at this moment.
-        with self._store.patient(self.silence_seconds), store.patient(self.silence_seconds):
+        # All processes on all machines access the store at the same time.
+        with self._store.longer_limit(self.silence_seconds), store.longer_limit(self.silence_seconds):
             self._store.write(f"beat/{self.rank}", self._beat.dump())
             self._peers = Peers(self._store, self._beat, self.rank, self.world_size)
             peers = Peers(store, self._beat, self.rank, self.world_size)
@@ -133,14 +134,14 @@ class Watch:
         self._thread = threading.Thread(target=self._run, args=(store, peers), name="evenpipe-watch", daemon=True)
         self._thread.start()
 
-    def hear_termination(self) -> None:
-        """Under torchrun an owned process from now on looks for the cause on SIGTERM, and ends with it, unless the
-        program handles that signal itself."""
+    def handle_sigterm(self) -> None:
+        """Under torchrun, make an owned process look for the cause on SIGTERM, and end with it, unless the program
+        handles that signal itself."""
         if self._bell is not None and self._owner is not None and self._owner.under_torchrun:
-            self._bell.hear(signal.SIGTERM)
+            self._bell.ring_on(signal.SIGTERM)
 
     def finish(self) -> None:
-        """End the watch of a process that has done its work: from now on its silence is no alarm."""
+        """End the watch of a process that has done its work: its silence is no alarm from now on."""
         # A forked child has no thread, and does not own its sockets.
         if self._thread is None or os.getpid() != self._beat.pid:
             return
@@ -148,7 +149,7 @@ class Watch:
         assert self._bell is not None
         self._bell.ring()
         self._thread.join(None if self._silent is None else BEAT_SECONDS)
-        if self._thread.is_alive():  # it waits for an answer of the store, and so would this thread
+        if self._thread.is_alive():  # it waits for the store, and so would this thread
             return
         self._bell.close()
         self._thread = None
@@ -161,22 +162,23 @@ class Watch:
             if store is not None:
                 store.close()
 
-    def hear_stops(self, say: Callable[[int, bool], None] | None) -> bool:
-        """From now on the first of the signals STOPS is a request, shown in `asked_to_stop`, and a second one ends the
-        process at once. Returns False if the watch does nothing.
+    def handle_stop_signals(self, on_signal: Callable[[int, bool], None] | None) -> bool:
+        """Treat the first of the signals STOPS as a request, stored in `stop_signal`, and end the process at once at a
+        second one. Return False if the watch does nothing.
 
-        say: called with the signal, and whether it ends the process; on the watch's thread. None: no more requests.
+        on_signal: called with the signal and whether it ends the process, on the watch's thread. None: no more
+            requests.
         """
-        self._say = say
+        self._on_signal = on_signal
         if self._bell is None:
             return False
-        if say is not None:
-            self._bell.hear(*STOPS)
+        if on_signal is not None:
+            self._bell.ring_on(*STOPS)
         return True
 
     # -- called by the main thread -----------------------------------------------------------------
 
-    def awaiting(
+    def begin_wait(
         self,
         label: str,
         needed_by: str,
@@ -186,46 +188,46 @@ class Watch:
     ) -> None:
         """Announce what the main thread is about to wait for.
 
-        limit_seconds: how long that may take; default: `timeout_seconds`.
+        limit_seconds: of the wait; default: `timeout_seconds`.
 
         Raises:
-            RunError: the run is known to have failed already.
+            RunError: the run has failed, as the watch knows already.
         """
         limit_seconds = self.timeout_seconds if limit_seconds is None else limit_seconds
-        self._awaited.begin(Waiting(label, needed_by, communicator, peers), limit_seconds)
+        self._pending_waits.begin(Waiting(label, needed_by, communicator, peers), limit_seconds)
         self.raise_cause()
 
     def raise_cause(self) -> None:
-        """Raise RunError if the run is known to have failed. For a wait that this process can interrupt itself."""
+        """Raise RunError if the watch knows that the run has failed. For a wait that polls."""
         if self._cause_known.is_set():
             raise self._error()
 
-    def arrived(self) -> None:
+    def end_wait(self) -> None:
         """End the announced wait."""
-        self._awaited.end()
+        self._pending_waits.end()
 
-    def arrives_when(self, is_done: Callable[[], bool], limit_seconds: float) -> None:
-        """The main thread goes on and a GPU waits, at most this long; no library raises there. That wait is over when
-        `is_done()` is True, which the watch's thread calls: it must neither raise, nor wait, nor call CUDA.
+    def end_wait_when(self, is_done: Callable[[], bool], limit_seconds: float) -> None:
+        """Let the main thread continue while a GPU waits, at most this long; no library raises there. The wait is over
+        when `is_done()` is True; the watch's thread calls it, so it must neither raise, nor wait, nor call CUDA.
 
-        If the GPU has failed, it stays False. The main thread notices that failure at its next call of CUDA, much
-        earlier than the limit, and reports it as the cause.
+        If the GPU has failed, it stays False. The main thread notices that failure at its next CUDA call, long before
+        the limit, and reports it as the cause.
         """
-        self._awaited.pass_on(None if self._thread is None else is_done, limit_seconds)
+        self._pending_waits.move_to_device(None if self._thread is None else is_done, limit_seconds)
 
     @property
     def waiting(self) -> Waiting | None:
-        """Return what the main thread waits for, or else the GPU: its first pending transfer."""
-        return self._awaited.first
+        """Return the wait of the main thread, or else of the GPU: its first pending transfer."""
+        return self._pending_waits.first
 
     def on_failure(self, record: Callable[[], None]) -> None:
-        """Call `record` when the run has failed, before this process ends, on the thread of the watch. What it raises
-        is ignored."""
+        """Call `record` when the run has failed, before this process ends, on the thread of the watch. Its exceptions
+        are ignored."""
         self._on_failure.append(record)
 
     def interrupt_with(self, interrupt: Callable[[], None]) -> Callable[[], None]:
-        """Call `interrupt` when the run has failed and nobody ends this process, so that waits of its main thread end,
-        which then raise the cause. Return what takes this back.
+        """Call `interrupt` when the run has failed and evenpipe does not end this process, so that waits of its main
+        thread end and raise the cause. Return a function that cancels this.
 
         interrupt: called on the thread of the watch, at most once.
         """
@@ -235,25 +237,25 @@ class Watch:
     @contextlib.contextmanager
     def during(self, label: str, communicator: str, peers: tuple[int, ...]) -> Iterator[None]:
         """Wrap a blocking call of torch.distributed: announce it, and raise the result of `explain` if it fails."""
-        self.awaiting(label, "", communicator, peers)
+        self.begin_wait(label, "", communicator, peers)
         try:
             yield
         except RuntimeError as error:
             raise self.explain(error) from error
-        except InputError:  # found in what has arrived
-            self.arrived()
+        except InputError:  # about the received data
+            self.end_wait()
             raise
-        self.arrived()
+        self.end_wait()
 
-    def call_by_place(self, places: Mapping[int, str]) -> Callable[[], None]:
-        """Let messages add these places of processes. As `names.call_by_place`."""
-        close = call_by_place(places)
+    def show_positions(self, positions: Mapping[int, str]) -> Callable[[], None]:
+        """Add the positions of processes to messages, as `names.show_positions`."""
+        close = show_positions(positions)
         if self._board is not None:
-            self._board.show_place(self.rank, place_of(self.rank))
+            self._board.show_position(self.rank, position_of(self.rank))
         return close
 
     def check_members(self, group: dist.ProcessGroup, name: str, members: Sequence[int]) -> None:
-        """Make sure that the connections of a new gloo group lead to processes of this run. Collective over it.
+        """Check that the connections of a new gloo group lead to processes of this run. Collective over the group.
 
         members: global ranks.
 
@@ -264,16 +266,16 @@ class Watch:
         if secret is None:
             return
         with self.during(f"{AWAITED} {name}", name, tuple(member for member in members if member != self.rank)):
-            found = strangers(group, self.rank, members, secret)
-        if found:
+            strangers = find_strangers(group, self.rank, members, secret)
+        if strangers:
             raise RunError(
                 f"communicator {name}: a program that is not part of this run has connected to "
-                f"{process(self.rank, self._beat.pid)} in the place of {processes(found)}; check who else uses this "
-                "machine"
+                f"{process(self.rank, self._beat.pid)} in the place of {processes(strangers)}; check who else uses "
+                "this machine"
             )
 
     def explain(self, error: Exception) -> RunError:
-        """Return the error to raise when a wait failed with `error`: find the cause, or settle what it is.
+        """Return the error to raise when a wait failed with `error`, after finding the cause or settling it.
 
         A broken connection alone does not tell who is at fault, because the peer may be a victim too. So this waits for
         a cause, up to the time after which a silent process is found, and only then blames the peer itself.
@@ -290,16 +292,16 @@ class Watch:
         while not self._cause_known.wait(0.05):
             now = time.monotonic()
             try:
-                found = self._peers.first_death(ranks)
-                # One of several may have completed its part.
-                if found is None and (len(ranks) == 1 or now > deadline):
-                    found = self._peers.departure(ranks)
+                cause = self._peers.first_death(ranks)
+                # One of several peers may have completed its part.
+                if cause is None and (len(ranks) == 1 or now > deadline):
+                    cause = self._peers.departure(ranks)
             except StoreSilentError as silent:
-                found = self._lost(silent) if now > deadline else None
+                cause = self._lost(silent) if now > deadline else None
             except StoreError as lost:
-                found = self._lost(lost)
-            if found is not None:
-                self._settle(found, self._store)
+                cause = self._lost(lost)
+            if cause is not None:
+                self._settle(cause, self._store)
             elif now > deadline:
                 origin = ranks[0] if ranks else self.rank
                 text = f"{processes(ranks)} broke the connection" if ranks else f"{process(origin)} lost a connection"
@@ -307,8 +309,8 @@ class Watch:
         return self._error()
 
     def report_exception(self, error: BaseException) -> None:
-        """Tell all others why this process fails, unless there is a cause already: then `error` is a consequence, and
-        the cause is printed with it. For the outermost handler."""
+        """Tell the others why this process fails. If there is a cause already, `error` is a consequence, and the cause
+        is printed with it. For the outermost handler."""
         self._main_knows = True
         if self._thread is None or os.getpid() != self._beat.pid:
             return
@@ -318,8 +320,8 @@ class Watch:
             else:
                 self._settle(cause_of(error, self.rank), self._store)
         assert self.cause is not None
-        told = self._owner is not None and self._owner.on_cause is not None
-        if not told and self.cause.origin != self.rank and self.cause.text not in str(error):
+        reported = self._owner is not None and self._owner.on_cause is not None
+        if not reported and self.cause.origin != self.rank and self.cause.text not in str(error):
             print(plain_lines(f"evenpipe: {self._error()}"), file=sys.stderr, flush=True)
 
     # -- the thread --------------------------------------------------------------------------------
@@ -338,15 +340,15 @@ class Watch:
             now = time.monotonic()
             elapsed = min(now - last_time, 2 * self._beat_seconds)  # a longer gap: this process was stopped itself
             last_time = now
-            if signalled and self.asked_to_stop and self._say is not None:
-                self._say(signalled, True)
+            if signalled and self.stop_signal and self._on_signal is not None:
+                self._on_signal(signalled, True)
                 if self._owner is not None:
                     self._owner.kill_siblings()
                 os._exit(128 + signalled)
             if signalled and farewell == float("inf"):
                 number, farewell = signalled, now + FAREWELL_SECONDS
-            before, longest = longest, self._awaited.limited()
-            same = longest is not None and before is not None and longest[0] is before[0]
+            previous, longest = longest, self._pending_waits.first_with_limit()
+            same = longest is not None and previous is not None and longest[0] is previous[0]
             waited_seconds = waited_seconds + elapsed if same else 0.0
             try:
                 if longest is not None and waited_seconds > longest[1]:
@@ -359,17 +361,17 @@ class Watch:
                     self._learn(Cause.load(text, self.world_size))
                     break
                 if farewell != float("inf"):
-                    found = peers.first_death(peers.here())
-                    if found is None and now > farewell:
-                        found = peers.departure(peers.here())
-                        if found is None and self._say is not None:
-                            self.asked_to_stop, farewell = number, float("inf")
-                            self._say(number, False)
-                        elif found is None:
+                    cause = peers.first_death(peers.local_ranks())
+                    if cause is None and now > farewell:
+                        cause = peers.departure(peers.local_ranks())
+                        if cause is None and self._on_signal is not None:
+                            self.stop_signal, farewell = number, float("inf")
+                            self._on_signal(number, False)
+                        elif cause is None:
                             how = f"was ended by signal {number} ({signal.Signals(number).name})"
-                            found = Cause("dead", self.rank, f"{process(self.rank, self._beat.pid)} {how}")
-                    if found is not None:
-                        self._settle(found, store)
+                            cause = Cause("dead", self.rank, f"{process(self.rank, self._beat.pid)} {how}")
+                    if cause is not None:
+                        self._settle(cause, store)
                     continue
                 if self._is_orphan():
                     self._settle(LAUNCHER_DIED, store)
@@ -387,8 +389,8 @@ class Watch:
                     if self._owner is not None:
                         self._owner.kill_siblings(neighbour)
             except StoreError as error:
-                # The store ended with its host, or its host cannot be reached. A process that computes may well
-                # complete; one that waits will not, and one whose launcher has died should not.
+                # The store ended with its host, or its host cannot be reached. A process that computes may still
+                # complete; one that waits cannot, and one whose launcher has died should not.
                 if isinstance(error, StoreSilentError):
                     self._silent = error
                     elapsed, last_time = elapsed + error.seconds, time.monotonic()
@@ -411,14 +413,14 @@ class Watch:
 
     def _end(self, owner: Owner) -> None:
         """End the process from this thread if the main thread does not."""
-        if self._stop.wait(GRACE_SECONDS) or (self._main_knows and self._stop.wait(OWN_WAY_SECONDS)):
+        if self._stop.wait(GRACE_SECONDS) or (self._main_knows and self._stop.wait(OWN_END_SECONDS)):
             return
         owner.end(self._error())
 
     # -- causes ------------------------------------------------------------------------------------
 
     def _settle(self, cause: Cause, store: Store | None) -> None:
-        """Write the cause, unless another was written before: then that one counts.
+        """Write the cause, unless one was written before, which then counts.
 
         store: the client of this thread.
         """
@@ -429,11 +431,11 @@ class Watch:
             self._learn(cause)
 
     def _settle_stuck(self, peers: Peers, waiting: Waiting | None, store: Store | None) -> None:
-        """A wait lasted too long. If the store does not answer either, nothing more can be found out."""
+        """Settle the cause of a wait that lasted too long. If the store does not answer, its origin stays unknown."""
         try:
             if self._silent is not None:
                 raise self._silent
-            self._settle(peers.stuck(waiting), store)
+            self._settle(peers.find_stuck(waiting), store)
         except StoreError as error:
             peer = waiting.peers[0] if waiting is not None and waiting.peers else self.rank
             self._learn(Cause("stuck", peer, f"{process(self.rank)} timed out awaiting {waiting}, and {error}"))
@@ -460,7 +462,7 @@ class Watch:
         return self._owner is not None and self._owner.is_orphan()
 
     def _lost(self, error: StoreError) -> Cause:
-        """Return the cause if the store is gone, or has not answered for too long."""
+        """Return the cause for a store that is lost, or has not answered for too long."""
         if self._is_orphan():
             return LAUNCHER_DIED
         if isinstance(error, StoreSilentError):

@@ -11,7 +11,7 @@ from evenpipe.declaration import Accepts, Declared, Names, Number0, Positive, de
 from evenpipe.schedule.costs import ASSUMED_COPY
 from evenpipe.schedule.links import OneOrTwo
 from evenpipe.schedule.planning import OFFLOAD
-from evenpipe.sizes import MOST, parse_size
+from evenpipe.sizes import MAX_BYTES, parse_size
 from evenpipe.words import count, refused
 
 LayerChoice = Literal["offload", "keep"]
@@ -28,7 +28,7 @@ def _bytes(value: Any, where: str) -> Any:
 Bytes = Annotated[
     int,
     Ge(PAGE),
-    Lt(MOST),
+    Lt(MAX_BYTES),
     Accepts(f'number of bytes, at least {PAGE} and below 8 EiB, or a size such as "24GiB"', _bytes),
 ]
 

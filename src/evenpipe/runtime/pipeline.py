@@ -58,7 +58,7 @@ from evenpipe.model.transform import LayerTransform, transformed
 from evenpipe.optimizers.held import HeldParameter
 from evenpipe.parallel import process_grid
 from evenpipe.parallel.groups import Groups
-from evenpipe.processes.worker import Worker, borrow_worker, device_of_pipeline, give_back
+from evenpipe.processes.worker import Worker, borrow_worker, device_of_pipeline, return_worker
 from evenpipe.recipe.layout import Layout
 from evenpipe.recipe.loss import loss_of_model
 from evenpipe.recipe.recipe import Recipe, refuse_unknown
@@ -184,10 +184,10 @@ class Pipeline:
         worker = borrow_worker(torch_device=requested)  # the first call decides
         self._watch, self._owned = worker.watch, worker.owned
         self._closed, self._closing = False, ExitStack()
-        self._closing.callback(give_back, worker)
+        self._closing.callback(return_worker, worker)
         try:
             self._grid = grid = process_grid(mesh, **sizes_given(recipe, recipe_options))
-            self._closing.callback(self._watch.call_by_place(places_of(grid)))
+            self._closing.callback(self._watch.show_positions(places_of(grid)))
             self.device, self.devices = grid.coordinate("pp"), grid.size("pp")
             self.tensor_rank, self.tensor_ranks = grid.coordinate("tp"), grid.size("tp")
             self.context_rank, self.context_ranks = grid.coordinate("cp"), grid.size("cp")

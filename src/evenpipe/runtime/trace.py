@@ -99,7 +99,7 @@ def _times(record: StepRecord) -> Times:
     return {
         "start": convert(record.start),
         "end": convert(record.end),
-        "clock": [convert.before.offset, convert.drift, convert.uncertainty],
+        "clock": [convert.start.offset, convert.drift, convert.uncertainty],
         "passes": [(convert(entry.start), convert(entry.end), entry.processor) for entry in record.passes],
         "waits": [
             (

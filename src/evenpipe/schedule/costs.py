@@ -40,7 +40,7 @@ _CLASS_OF = {
 }
 
 
-@declare("costs", one_for_all=False)
+@declare("costs", unwrap_single=False)
 class Costs(Declared):
     """Times of passes and transfers, all in one unit of the caller's choice.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError
-from evenpipe.given import beside, plain
+from evenpipe.given import nearest_path, plain
 from evenpipe.train.sources import (
     CHAT_FIELDS,
     DatasetDocuments,
@@ -79,7 +79,7 @@ def find_data(name: str) -> FoundData:
     if is_saved(name):
         return _saved(name)
     if not path.exists():
-        raise InputError(f"--data is {show(name)}, but there is no such file or folder{beside(name)}")
+        raise InputError(f"--data is {show(name)}, but there is no such file or folder{nearest_path(name)}")
     seen = _Seen(name)
     if path.is_dir():
         seen.look_at(sorted(_visible(path)))

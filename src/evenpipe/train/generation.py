@@ -7,7 +7,7 @@ from typing import Any
 
 from evenpipe.checkpoints.folder import is_checkpoint
 from evenpipe.errors import InputError
-from evenpipe.given import beside, plain, reason_of
+from evenpipe.given import nearest_path, plain, reason_of
 from evenpipe.train.tokenizer import open_tokenizer
 from evenpipe.words import refused, show
 
@@ -25,7 +25,7 @@ def _model_in(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise InputError(
             f"{show(str(folder))} is not a model folder: it must have config.json, weights and"
-            f" tokenizer{beside(str(folder))}"
+            f" tokenizer{nearest_path(str(folder))}"
         )
     return folder
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from evenpipe.communication.nccl import MOST_CHANNELS, NcclOptions
+from evenpipe.communication.nccl import MAX_CHANNELS, NcclOptions
 from evenpipe.declaration import Declared, Names, Number0, Positive, Whole0, Whole1, declare
 from evenpipe.errors import InputError
 from evenpipe.experts.overlap import ExpertOptions
@@ -91,7 +91,7 @@ class PipelineConfig(Declared):
     communicators: Communicators | None = None
     nccl_high_priority: bool = True
     """On GPUs, run communication before queued compute. No effect on gloo."""
-    nccl_channels: Annotated[int, Ge(1), Le(MOST_CHANNELS)] | None = None
+    nccl_channels: Annotated[int, Ge(1), Le(MAX_CHANNELS)] | None = None
     """On GPUs, maximum number of channels of a communicator, 1 to 64. Each channel occupies a multiprocessor during
     communication. Default: 1 to 8 for transfers of the pipeline; for others NCCL chooses by the links between the GPUs.
     No effect on gloo."""

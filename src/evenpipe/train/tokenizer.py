@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError
-from evenpipe.given import beside, find_file, hub_options, reason_of
+from evenpipe.given import find_file, hub_options, nearest_path, reason_of
 from evenpipe.words import refused, show
 
 _REMEDY = "give tokenizer.source, a folder or hub name with the tokenizer of the model"
@@ -120,7 +120,7 @@ def open_tokenizer(source: str, trust_remote_code: bool = False, remedy: str = _
         if is_model and "trust_remote_code" not in str(error):
             _check_files(source, VOCABULARY_FILES, remedy)
         raise InputError(
-            f"the tokenizer {show(source)} cannot be loaded: {reason_of(error)}{beside(source)}"
+            f"the tokenizer {show(source)} cannot be loaded: {reason_of(error)}{nearest_path(source)}"
         ) from error
     if tokenizer.vocab_files_names and not Path(source).is_file():
         _check_files(source, (*tokenizer.vocab_files_names.values(), "tokenizer.json"), remedy)

@@ -301,7 +301,7 @@ class _Run:
     def _asked_to_stop(self) -> int:
         """Return the number of a signal that any process has received, or 0. If a callback on any process has returned
         "stop", the current step becomes the last one. Collective."""
-        table = self.pipeline.gather_numbers([self.stop.asked, self._wants_to_stop])
+        table = self.pipeline.gather_numbers([self.stop.signal_number, self._wants_to_stop])
         if any(wants for _, wants in table):
             self._wants_to_stop = self.box_open = False
             self._set_steps(self.progress.step)

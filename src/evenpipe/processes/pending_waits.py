@@ -1,4 +1,4 @@
-"""What a process waits for: its main thread, or else its GPU."""
+"""The pending waits of a process: of its main thread, or else of its GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from evenpipe.processes.signs import Board, Waiting
 
 LATE_SECONDS = 1.0
-"""How much longer than its limit a wait on the host may last before the watch ends it: normally the wait itself
-raises."""
+"""How far a wait on the host may exceed its limit before the watch ends it: normally the wait itself raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +20,8 @@ class _DeviceWait:
     limit_seconds: float
 
 
-class Awaited:
-    """The announced waits of one process. The main thread announces them, and the watch's thread looks."""
+class PendingWaits:
+    """The waits of this process: the main thread announces them, and the watch's thread reads them."""
 
     def __init__(self, rank: int, board: Board | None) -> None:
         """board: shows the launcher what this process waits for."""
@@ -42,22 +41,22 @@ class Awaited:
         if self._board is not None:
             self._board.clear(self._rank)
 
-    def pass_on(self, is_done: Callable[[], bool] | None, limit_seconds: float) -> None:
-        """The main thread goes on, and the GPU waits until `is_done()`; None: nobody looks whether it does."""
+    def move_to_device(self, is_done: Callable[[], bool] | None, limit_seconds: float) -> None:
+        """The main thread continues while the GPU waits until `is_done()`; None: the GPU's wait is not watched."""
         if self._waiting is not None and is_done is not None:
             self._on_device.append(_DeviceWait(self._waiting, is_done, limit_seconds))
-        self._waiting = None  # the board keeps showing it until the watch knows better
+        self._waiting = None  # the board shows it until the watch finds it done
 
     @property
     def first(self) -> Waiting | None:
-        """What the main thread waits for, or else the GPU: its first pending transfer."""
+        """The wait of the main thread, or else of the GPU: its first pending transfer."""
         waiting = self._waiting
-        with contextlib.suppress(IndexError):  # the other thread may remove the last one
+        with contextlib.suppress(IndexError):  # the watch's thread may remove the last one
             waiting = waiting or self._on_device[0].waiting
         return waiting
 
-    def limited(self) -> tuple[Waiting, float] | None:
-        """Return the same, and its limit in seconds. For the watch's thread."""
+    def first_with_limit(self) -> tuple[Waiting, float] | None:
+        """Return `first` and its limit in seconds. For the watch's thread."""
         if (waiting := self._waiting) is not None:
             return waiting, self._limit_seconds + LATE_SECONDS
         while self._on_device:
