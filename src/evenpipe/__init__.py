@@ -64,11 +64,11 @@ _PUBLIC = {
     "run_training": "evenpipe.train.start",
 }
 
-__all__ = ["InputError", "RunError", "__version__", *_PUBLIC]  # noqa: PLE0604  (they are texts)
+__all__ = ["InputError", "RunError", "__version__", *_PUBLIC]  # noqa: PLE0604  (the keys are strings)
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and transformers only when they are needed: `evenpipe.schedule` and `--help` do not need them."""
+    """Import lazily: `evenpipe.schedule` and `--help` do not need torch and transformers."""
     if name in _PUBLIC:
         from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""What users may write, declared once: a dataclass with a type and a docstring for every field.
+"""Declarations of what users may write: a dataclass with a type and a docstring for every field.
 
     @declare("training")
     class TrainingConfig(Declared):
@@ -11,8 +11,8 @@ Everything else follows from the declaration: values are converted and checked b
 field, its value and what is accepted (`training.steps is 0; it must be an integer of at least 1 or none`), and the help
 texts, the reference page and the JSON schema for editors list the same types, defaults and docstrings.
 
-Values may be written as TOML and JSON have them: a list for a tuple, an item for a list of one item and the other way
-round, and "none" for None, which TOML does not have.
+Values may be written as in TOML and JSON: a list for a tuple, an item for a list of one item and vice versa, and "none"
+for None, which TOML does not have.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from evenpipe.given import is_text
 from evenpipe.words import nearest, refused, show, unknown
 
 LARGEST = 1e100
-"""Numbers that users write are smaller, so their sums and products stay far from the limits of floating point."""
+"""Numbers of users are smaller, so their sums and products stay far from the limits of floating point."""
 
 Whole0 = Annotated[int, Ge(0)]
 Whole1 = Annotated[int, Ge(1)]
@@ -52,7 +52,7 @@ JSON_SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 
 Item = TypeVar("Item")
 Many = Annotated[tuple[Item, ...], Strict(False)]
-"""A tuple that may be written as a list inside of tables and lists, too."""
+"""A tuple that may also be written as a list inside tables and lists."""
 Some = Annotated[tuple[Item, ...], Strict(False), MinLen(1)]
 
 Kind = TypeVar("Kind", bound=type)
@@ -60,7 +60,7 @@ Kind = TypeVar("Kind", bound=type)
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """Marks a type of which pydantic only checks `kinds`, if there are any, and never the content."""
+    """Marks a type whose values pydantic checks for `kinds`, if there are any, but not for their content."""
 
     words: str
     kinds: tuple[type, ...] = ()
@@ -71,7 +71,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Marks a text that is one of these: `Annotated[str, Names(("p2p", "reduce"))]`, as keys of tables."""
+    """Marks text that must be one of `names`, such as keys of tables: `Annotated[str, Names(("p2p", "reduce"))]`."""
 
     names: tuple[str, ...]
 
@@ -81,15 +81,15 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class AsTable:
-    """Marks a declaration inside of another one that may be written as a table."""
+    """Marks a declaration inside another one that may be written as a table."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
         def build(value: Any) -> Any:
             if not isinstance(value, Mapping):
                 return value
-            made = object.__new__(source)
-            source.__pydantic_validator__.validate_python(ArgsKwargs((), dict(value)), self_instance=made)
-            return made
+            instance = object.__new__(source)
+            source.__pydantic_validator__.validate_python(ArgsKwargs((), dict(value)), self_instance=instance)
+            return instance
 
         return core_schema.no_info_before_validator_function(build, handler(source))
 
@@ -99,7 +99,7 @@ Table = Annotated[Item, AsTable()]
 
 @dataclass(frozen=True, slots=True)
 class Accepts:
-    """Marks a type whose accepted values have words of their own, and what converts them first.
+    """Marks a type with its own description of accepted values, and a function that first converts them.
 
     `read` is called with the value and its name, and raises InputError.
     """
@@ -113,8 +113,8 @@ def declare(path: str = "", *, unwrap_single: bool = True) -> Callable[[Kind], K
     """Make a frozen, keyword-only dataclass whose values are checked. Building one raises InputError for a value that
     is not accepted, and TypeError for an unknown name.
 
-    path: comes before the names of its fields in messages. unwrap_single: whether a list of one, for a field that also
-    takes a single value, is that value.
+    path: precedes the names of the fields in messages. unwrap_single: whether a list of one item counts as that item if
+    the field also takes single values.
     """
 
     def decorate(kind: Kind) -> Kind:
@@ -141,7 +141,7 @@ _CONFIG = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
 
 
 def from_table(kind: type[Item], values: Any) -> Item:
-    """A declaration from a table of TOML or JSON. Raises InputError for an unknown, a missing or a wrong field."""
+    """A declaration from a table of TOML or JSON. Raises InputError for an unknown, missing or wrong field."""
     path, known = kind.declared_path, field_types(kind)  # type: ignore
     if not isinstance(values, Mapping):
         raise refused(path, values, f"a table of {', '.join(known)}")
@@ -152,11 +152,11 @@ def from_table(kind: type[Item], values: Any) -> Item:
 
 
 strict_table = with_config(_CONFIG | {"extra": "ignore"})
-"""Decorates a TypedDict of a file for `check_table`: keys that it does not have are ignored."""
+"""Decorates a TypedDict of a file for `check_table`: unknown keys are ignored."""
 
 
 def check_table(kind: Any, values: Any) -> Any:
-    """`values` as the TypedDict. Raises InputError for a missing or a wrong field."""
+    """`values` as the TypedDict. Raises InputError for a missing or wrong field."""
     if not isinstance(values, Mapping):
         raise InputError(f"{show(values)} is not a table of {', '.join(field_types(kind))}")
     try:
@@ -180,10 +180,10 @@ class Declared:
         self.check()
 
     def check(self) -> None:
-        """Refuse values that are accepted alone, but not together with others."""
+        """Refuse values that are valid alone, but not in combination."""
 
     def require(self, name: str, holds: bool, accepted: str) -> None:
-        """Raise an InputError that says what the field `name` must be, unless the condition holds."""
+        """Unless the condition holds, raise an InputError that says what the field `name` must be."""
         if not holds:
             raise refused(_where(self.declared_path, name), getattr(self, name), accepted)
 
@@ -197,53 +197,57 @@ class Declared:
 
 
 def _refusal(kind: type, values: Mapping[str, Any], error: ValidationError) -> Exception:
-    """The sentence about the first field of which pydantic refuses something: about the innermost part of its value.
+    """The error about the innermost refused value of the first field that pydantic refuses.
 
-    Of a union, pydantic lists an error for each type.
+    For a union, pydantic lists an error for each type.
     """
     errors = error.errors(include_url=False)
     path: str = getattr(kind, "declared_path", "")
     name = errors[0]["loc"][0] if errors[0]["loc"] else ""
     if errors[0]["type"] == "unexpected_keyword_argument" and len(errors[0]["loc"]) == 1:
         return TypeError(f"unknown argument '{name}'{nearest(str(name), field_types(kind))}")
-    for each in errors:
-        if isinstance(cause := each.get("ctx", {}).get("error"), InputError):
+    for details in errors:
+        if isinstance(cause := details.get("ctx", {}).get("error"), InputError):
             return cause
-    places = [_place(path, kind, values, each["loc"]) for each in errors if each["loc"] and each["loc"][0] == name]
-    return max(places, key=lambda place: place[0])[1]
+    refusals = [
+        _refusal_at(path, kind, values, details["loc"])
+        for details in errors
+        if details["loc"] and details["loc"][0] == name
+    ]
+    return max(refusals, key=lambda refusal: refusal[0])[1]
 
 
-def _place(where: str, annotation: Any, value: Any, loc: tuple[int | str, ...]) -> tuple[int, InputError]:
-    """How deep in a value an error of pydantic is, and the sentence about it."""
+def _refusal_at(where: str, annotation: Any, value: Any, loc: tuple[int | str, ...]) -> tuple[int, InputError]:
+    """The depth of an error of pydantic in a value, and our error about it."""
     depth = 0
-    for part in loc:  # an index, a key or the name of a field, or the name of a type of a union
-        fields_inside, keys, of_values, items = _inside(annotation)
-        if isinstance(value, Mapping) and isinstance(part, str):
-            if part in value:
-                if part not in fields_inside and (fields_inside or (keys and part not in keys)):
-                    return depth + 1, unknown_key(where, part, fields_inside or keys)
-                where, annotation = _where(where, part), fields_inside.get(part, of_values)
-            elif part in fields_inside:
-                accepted = article(words(fields_inside[part]))
-                return depth + 1, InputError(f"{_where(where, part)} is missing; it must be {accepted}")
+    for key in loc:  # an index, a key or a field, or the name of a type of a union
+        of_fields, keys, of_values, items = _inner_types(annotation)
+        if isinstance(value, Mapping) and isinstance(key, str):
+            if key in value:
+                if key not in of_fields and (of_fields or (keys and key not in keys)):
+                    return depth + 1, unknown_key(where, key, of_fields or keys)
+                where, annotation = _where(where, key), of_fields.get(key, of_values)
+            elif key in of_fields:
+                accepted = article(words(of_fields[key]))
+                return depth + 1, InputError(f"{_where(where, key)} is missing; it must be {accepted}")
             else:
                 continue
-        elif isinstance(value, (list, tuple)) and items and isinstance(part, int) and part < len(value):
-            where, annotation = f"{where}[{part}]", items[0] if items[-1] is ... else items[part]
+        elif isinstance(value, (list, tuple)) and items and isinstance(key, int) and key < len(value):
+            where, annotation = f"{where}[{key}]", items[0] if items[-1] is ... else items[key]
         else:
             continue
-        value, depth = value[part], depth + 1
+        value, depth = value[key], depth + 1
     return depth, _not_accepted(where, value, annotation)
 
 
-def _inside(annotation: Any) -> tuple[dict[str, Any], tuple[str, ...], Any, tuple[Any, ...]]:
-    """Types inside a type: of the fields of a table; the known keys of a table, and its values; of items of a list."""
+def _inner_types(annotation: Any) -> tuple[dict[str, Any], tuple[str, ...], Any, tuple[Any, ...]]:
+    """Types inside a type: of the fields of a table; its known keys, and the type of its values; of items of a list."""
     of_fields: dict[str, Any] = {}
     keys: tuple[str, ...] = ()
     of_values: Any = None
     items: tuple[Any, ...] = ()
-    for part in union_members(optional(annotation)[0]):
-        kind = _bare(part)[0]
+    for member in union_members(optional(annotation)[0]):
+        kind = _bare(member)[0]
         if get_origin(kind) in (dict, Mapping):
             key, of_values = get_args(kind)
             keys = _names(*_bare(key))
@@ -264,7 +268,7 @@ def _not_accepted(where: str, value: Any, annotation: Any) -> InputError:
     kind, marks = _bare(optional(annotation)[0])
     if isinstance(value, str) and (names := _names(kind, marks)):
         return unknown(where, value, names)
-    of_fields, keys, _, _ = _inside(kind)
+    of_fields, keys, _, _ = _inner_types(kind)
     if known := keys or (of_fields if AsTable() in marks else ()):
         return refused(where, value, f"a table of {', '.join(known)}")
     return refused(where, value, article(words(annotation)))
@@ -286,7 +290,7 @@ def article(text: str) -> str:
 
 @functools.cache
 def field_types(kind: type) -> dict[str, Any]:
-    """The type of every field by name, with its limits, in the order of the source."""
+    """The type of every field, with its limits, by name in the order of the source."""
     hints = typing.get_type_hints(kind, include_extras=True)
     names = hints if is_typeddict(kind) else [entry.name for entry in fields(kind)]
     return {name: hints[name] for name in names}
@@ -294,30 +298,34 @@ def field_types(kind: type) -> dict[str, Any]:
 
 def optional(annotation: Any) -> tuple[Any, bool]:
     """The type without None, and whether None is accepted."""
-    parts = [part for part in union_members(annotation) if part is not type(None)]
-    if len(parts) == len(union_members(annotation)):
+    types_left = [member for member in union_members(annotation) if member is not type(None)]
+    if len(types_left) == len(union_members(annotation)):
         return annotation, False
-    return (parts[0] if len(parts) == 1 else Union[tuple(parts)]), True  # noqa: UP007
+    return (types_left[0] if len(types_left) == 1 else Union[tuple(types_left)]), True  # noqa: UP007
 
 
 def union_members(annotation: Any) -> tuple[Any, ...]:
-    """The types that a field may have."""
+    """The alternative types of a field."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
 def takes_text(annotation: Any) -> bool:
     """Whether every value of this type is text."""
     annotation, _ = optional(annotation)
-    parts = [_bare(part)[0] for part in union_members(annotation)]
-    return all(part is str or get_origin(part) is Literal for part in parts)
+    kinds = [_bare(member)[0] for member in union_members(annotation)]
+    return all(kind is str or get_origin(kind) is Literal for kind in kinds)
 
 
 def words(annotation: Any) -> str:
     """A field's type in words, with its limits."""
     annotation, is_optional = optional(annotation)
-    parts = union_members(annotation)
-    lists = [part for part in parts if get_origin(_bare(part)[0]) is tuple and get_args(_bare(part)[0])[0] in parts]
-    choices = [text for part in parts if part not in lists for text in _choices(*_bare(part))]
+    members = union_members(annotation)
+    lists = [
+        member
+        for member in members
+        if get_origin(_bare(member)[0]) is tuple and get_args(_bare(member)[0])[0] in members
+    ]
+    choices = [text for member in members if member not in lists for text in _choices(*_bare(member))]
     choices += ["a list of them"] if lists else []
     choices += ["none"] if is_optional else []
     return " or ".join(filter(None, (", ".join(choices[:-1]), choices[-1])))
@@ -341,16 +349,16 @@ def _type_words(kind: Any, marks: tuple[Any, ...]) -> str:
             return mark.words
     origin = get_origin(kind)
     if origin in (tuple, list):
-        item, *rest = get_args(kind) if origin is tuple else (*get_args(kind), ...)
-        least = "non-empty " if any(isinstance(mark, MinLen) for mark in marks) else ""
-        if len({item, *rest} - {...}) > 1:
-            return f"list of {', '.join(map(words, (item, *rest)))}"
+        item, *further_items = get_args(kind) if origin is tuple else (*get_args(kind), ...)
+        non_empty = "non-empty " if any(isinstance(mark, MinLen) for mark in marks) else ""
+        if len({item, *further_items} - {...}) > 1:
+            return f"list of {', '.join(map(words, (item, *further_items)))}"
         if len(union_members(item)) > 1:
-            return f"{least}list, each {article(words(item))}"
+            return f"{non_empty}list, each {article(words(item))}"
         first, space, limits = words(item).partition(" ")
         plural = first if first == "text" or first.startswith('"') else f"{first}s"
-        many = f"list of {plural}" if rest == [...] else f"list of {1 + len(rest)} {plural}"
-        return f"{least}{many}{space}{limits}"
+        list_words = f"list of {plural}" if further_items == [...] else f"list of {1 + len(further_items)} {plural}"
+        return f"{non_empty}{list_words}{space}{limits}"
     if origin in (dict, Mapping) or is_typeddict(kind):
         return "table"
     name = _NAMES.get(kind) or kind.__name__
@@ -371,7 +379,7 @@ _LIMITS: dict[type, tuple[str, str]] = {
 
 
 def _bare(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A type, and its annotations."""
+    """A type without its annotations, and the annotations."""
     if get_origin(annotation) is typing.NotRequired:
         (annotation,) = get_args(annotation)
     if get_origin(annotation) is Annotated:
@@ -381,16 +389,16 @@ def _bare(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 class _Reader:
-    """Makes the value of a field from what TOML or JSON has, and refuses what no field accepts."""
+    """Converts a value of TOML or JSON for a field, and refuses values that no field accepts."""
 
     def __init__(self, where: str, annotation: Any, *, unwrap_single: bool) -> None:
         kind, self.is_optional = optional(annotation)
         self.where = where
-        parts = [_bare(part) for part in union_members(kind)]
-        self.marks = [mark for _, marks in parts for mark in marks if isinstance(mark, Accepts) and mark.read]
-        lists = [get_args(part) for part, _ in parts if get_origin(part) is tuple]
-        self.takes_lists, self.is_for_all = bool(lists), unwrap_single and len(parts) > 1
-        self.item = lists[0][0] if lists and len(parts) == 1 and lists[0][-1] is ... else None
+        members = [_bare(member) for member in union_members(kind)]
+        self.marks = [mark for _, marks in members for mark in marks if isinstance(mark, Accepts) and mark.read]
+        lists = [get_args(member) for member, _ in members if get_origin(member) is tuple]
+        self.takes_lists, self.unwraps_single = bool(lists), unwrap_single and len(members) > 1
+        self.item = lists[0][0] if lists and len(members) == 1 and lists[0][-1] is ... else None
 
     def __call__(self, value: Any) -> Any:
         if self.is_optional and value == "none":
@@ -405,7 +413,7 @@ class _Reader:
             value = tuple(value)
         if self.item is not None and _is_item(value, self.item):
             return (value,)
-        return value[0] if self.is_for_all and isinstance(value, tuple) and len(value) == 1 else value
+        return value[0] if self.unwraps_single and isinstance(value, tuple) and len(value) == 1 else value
 
     def _check(self, value: Any) -> None:
         for entry in value if isinstance(value, (list, tuple)) else (value,):
@@ -453,7 +461,7 @@ def describe_fields(kind: type) -> list[FieldHelp]:
 
 
 def summary(kind: type) -> str:
-    """The first paragraph of its docstring, in one line."""
+    """The first paragraph of the docstring, in one line."""
     return " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
 
 
@@ -467,8 +475,8 @@ def _default(entry: Field[Any]) -> Any:
 
 
 def docstrings(kind: type) -> dict[str, str]:
-    """The string below each field in the class body, in one line; of a base class, or of a class in `documented_by`,
-    where there is none."""
+    """The string below each field in the class body, in one line; if there is none, that of a base class or of a class
+    in `documented_by`."""
     texts: dict[str, str] = {}
     for base in (*reversed(getattr(kind, "documented_by", ())), *reversed(kind.__mro__)):
         if base.__module__ in sys.modules and base.__name__ in _classes(base.__module__):
@@ -526,7 +534,9 @@ def _allow_toml(schema: dict[str, Any], annotation: Any) -> None:
     forms += [item for item in items if item not in forms]
     if is_optional:
         forms.append({"const": "none"})
-    if any(isinstance(mark, Accepts) and mark.read for part in union_members(annotation) for mark in _bare(part)[1]):
+    if any(
+        isinstance(mark, Accepts) and mark.read for member in union_members(annotation) for mark in _bare(member)[1]
+    ):
         forms.append({"type": "string"})
     if len(forms) == 1:
         schema |= forms[0]

@@ -1,7 +1,7 @@
-"""Untrusted input: files that are read and written, and how messages quote them.
+"""Untrusted input: reading and writing files, and quoting them in messages.
 
 Names and contents of files must neither control the terminal nor make a message long: control characters are shown as
-escapes (`plain`), values are quoted and shortened (`shown`).
+escapes (`plain`), and values are quoted and shortened (`shown`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 def hub_options() -> dict[str, bool]:
-    """Return options for `from_pretrained` of a possible hub name. Without a network to the hub, only earlier downloads
-    are used; otherwise the hub's library would retry for a minute and a half."""
+    """Return options for `from_pretrained` of a possible hub name. If the hub cannot be reached, only earlier downloads
+    are used; otherwise its library would retry for a minute and a half."""
     import socket
     import urllib.parse
     import urllib.request
@@ -51,7 +51,7 @@ def hub_options() -> dict[str, bool]:
 
 
 def find_file(source: str, name: str) -> Path | None:
-    """Return the path of a file of a local folder or a hub name; None if there is none, or the hub cannot be asked."""
+    """Return the path of a file of a local folder or a hub name; None if it is missing or the hub cannot be reached."""
     if Path(source).exists():
         path = Path(source, name)
         return path if path.is_file() else None
@@ -59,23 +59,23 @@ def find_file(source: str, name: str) -> Path | None:
 
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     try:
-        found = cached_file(source, name, **quiet, **hub_options())
+        cached_path = cached_file(source, name, **quiet, **hub_options())
     except (OSError, ValueError):  # not a name that the hub can have
         return None
-    return None if found is None else Path(found)
+    return None if cached_path is None else Path(cached_path)
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether a value is a whole number; True and False are none."""
+    """Return whether a value is a whole number; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def nearest_path(name: str) -> str:
-    """Return the end of a sentence about a missing file or folder, `; did you mean "runs/quickstart"?`, if there is one
-    with a similar name beside it."""
+    """Return the end of a sentence about a missing file or folder, `; did you mean "runs/quickstart"?`, or "" if its
+    folder has no similar name."""
     path = Path(name)
     try:
-        names = [] if path.exists() else [one.name for one in path.parent.iterdir()]
+        names = [] if path.exists() else [neighbour.name for neighbour in path.parent.iterdir()]
     except (OSError, ValueError):
         return ""
     near = difflib.get_close_matches(path.name, names, n=1)
@@ -83,22 +83,22 @@ def nearest_path(name: str) -> str:
 
 
 def plain_lines(text: str) -> str:
-    """Return `text` with control characters, and characters that cannot be encoded, as escapes (`\\x1b`)."""
+    """Return `text` with control characters and characters that cannot be encoded as escapes (`\\x1b`)."""
     return _IN_LINES.sub(_escape, text)
 
 
 def plain(text: object) -> str:
-    """Return the same in one line: line ends and tabs are escaped too."""
+    """As `plain_lines`, but in one line: line ends and tabs are also escaped."""
     return _IN_A_LINE.sub(_escape, str(text))
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the text of another library's error in one line, shortened; its kind if it has none."""
+    """Return the text of another library's error in one line, shortened; its type if it has no text."""
     return shortened(plain(" ".join(str(error).split())), 2 * LONGEST).rstrip(".") or type(error).__name__
 
 
 def shown(value: object) -> str:
-    """Return a value as Python writes it, in one line, without control characters, shortened if it is long."""
+    """Return the repr of a value in one line, without control characters, shortened if it is long."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a whole number with too many digits, a list in a list in a list ...
@@ -106,14 +106,14 @@ def shown(value: object) -> str:
     return shortened(plain(text))
 
 
-def shortened(text: str, most: int = LONGEST) -> str:
-    """Return `text`, without its middle if it is longer than `most` characters."""
-    half = most // 2 - 3
-    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
+def shortened(text: str, length: int = LONGEST) -> str:
+    """Return `text`, without its middle if it is longer than `length` characters."""
+    half = length // 2 - 3
+    return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"
 
 
 def check_new(path: Path) -> None:
-    """Raise InputError if a file or folder to write exists."""
+    """Raise InputError if the file or folder to write already exists."""
     if path.exists():
         raise InputError(f"{json.dumps(plain(path))} exists already; -o names another one")
 
@@ -130,7 +130,7 @@ def read_text(path: str | Path, name: str = "") -> str:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{name} is not UTF-8 at byte {error.start}") from None
-    except (OSError, ValueError) as error:  # ValueError: a path with a character that paths cannot have
+    except (OSError, ValueError) as error:  # ValueError: a character that paths cannot have
         raise InputError(f"{name} cannot be read: {_why(error)}") from None
 
 
@@ -168,7 +168,7 @@ def read_json(path: str | Path) -> Any:
     values that `check_values` refuses."""
     text, name = read_text(path), plain(path)
     try:
-        values = json.loads(text, object_pairs_hook=_once)
+        values = json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{name} is not JSON: {_why(error)}") from None
     check_values(values, name)
@@ -176,11 +176,11 @@ def read_json(path: str | Path) -> Any:
 
 
 def check_values(values: Any, name: str) -> None:
-    """Raise InputError for values that parsers accept but nobody can use: whole numbers beyond 64 bits, texts with NUL
-    or with half of a surrogate pair, and nesting deeper than `DEEPEST`."""
+    """Raise InputError for values that parsers accept but that cannot be used: whole numbers beyond 64 bits, texts with
+    NUL or half of a surrogate pair, and nesting deeper than `DEEPEST`."""
     layer: list[Any] = [values]
     for _ in range(DEEPEST):
-        layer = [one for value in layer for one in _inside(value)]
+        layer = [inner for value in layer for inner in _inner_values(value)]
         for value in layer:
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 raise InputError(f"{name} contains a whole number beyond 64 bits: {shown(value)}")
@@ -192,27 +192,27 @@ def check_values(values: Any, name: str) -> None:
 
 
 def is_text(value: str) -> bool:
-    """Return whether a text has neither NUL nor half of a surrogate pair, and so can be written to a file or be its
-    name."""
+    """Return whether a text has neither NUL nor half of a surrogate pair, so that a file can contain it or be named by
+    it."""
     return not _NO_TEXT.search(value)
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _inner_values(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     return value if isinstance(value, list) else ()
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {shown(twice)} appears twice in one table")
+        duplicate = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {shown(duplicate)} appears twice in one table")
     return table
 
 
 def _why(error: Exception) -> str:
-    """Return the reason of a system or parser error in words."""
+    """Return the reason for a system or parser error in words."""
     if isinstance(error, OSError):
         return error.strerror or plain(error)
     if isinstance(error, RecursionError):
@@ -222,5 +222,5 @@ def _why(error: Exception) -> str:
     return plain(error)
 
 
-def _escape(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode("ascii")
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode("ascii")

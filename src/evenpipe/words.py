@@ -27,7 +27,7 @@ def count(number: float, noun: str, form: str = "") -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a time with three figures or more: "4.03 s", "131.40 ms", "12 us"; "-" for none."""
+    """Return a time in words, such as "4.03 s", "131.40 ms" or "12 us"; "-" for infinity."""
     if math.isinf(seconds):
         return "-"
     if seconds >= 1:
@@ -35,14 +35,14 @@ def seconds_text(seconds: float) -> str:
     return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"
 
 
-def join(words: Sequence[str], most: int = 8) -> str:
-    """Return a list in words, "a, b and c"; beyond `most` entries the rest is counted."""
-    shown = list(words) if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
+def join(words: Sequence[str], limit: int = 8) -> str:
+    """Return a list in words, "a, b and c", of at most `limit` entries; the last one counts omitted words."""
+    shown = list(words) if len(words) <= limit else [*words[: limit - 1], f"{len(words) - limit + 1} more"]
     return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Return rows of words in aligned columns: those in `left` to the left, all others to the right."""
+    """Return rows of words in aligned columns: columns in `left` to the left, all others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -54,7 +54,7 @@ def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[s
 
 
 def show(value: Any) -> str:
-    """A value as TOML writes it, without control characters; a long one is shortened."""
+    """A value in TOML syntax, without control characters, shortened if it is long."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -74,7 +74,7 @@ def refused(where: str, value: Any, accepted: str) -> InputError:
 
 
 def unknown(where: str, value: Any, known: Iterable[Any]) -> InputError:
-    """The error about a value that is not among the known ones. It proposes the nearest."""
+    """The error about a value that is not among the known ones; it proposes the nearest one."""
     names = [str(name) for name in known]
     return refused(where, value, f"one of {', '.join(names)}{nearest(str(value), names)}")
 
@@ -88,16 +88,16 @@ RENAMED = {
     "checkpointing": "activation_checkpointing",
     "clip_gradients": "clip_grad_norm_",
 }
-"""Old name of an option or method -> its name today."""
+"""Old name of an option or method -> current name."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: its name today, `; did you mean "..."?`, or "" if no known name is
+    """The end of a sentence about an unknown name: its current name, `; did you mean "..."?`, or "" if no known name is
     similar."""
     known = list(known)
-    if (today := RENAMED.get(name)) in known:
-        return f"; {name} is {today} now"
-    names = {other.lower(): other for other in known}
+    if (current := RENAMED.get(name)) in known:
+        return f"; {name} is {current} now"
+    names = {candidate.lower(): candidate for candidate in known}
     close = difflib.get_close_matches(shortened(name).lower(), list(names), n=1, cutoff=0.5)
     return f'; did you mean "{names[close[0]]}"?' if close else ""
 

@@ -1,4 +1,4 @@
-"""Work under way, such as a transfer between processes: started in one place, waited for where its result is needed."""
+"""Pending work, such as a transfer between processes: started early, and waited for where its result is needed."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Work(Protocol):
-    """Work that has been started. `communication.Handle` is that of communicators."""
+    """Work that has been started, such as `communication.Handle`."""
 
     def wait(self) -> Any:
-        """Return its result, when it is there. What it reads and writes must stay as it is until then."""
+        """Wait for the work and return its result. The tensors that it reads and writes must not change until then."""
         ...
 
 
 class Done(NamedTuple):
-    """Work that is over."""
+    """Completed work."""
 
     result: Any = None
     held: list[Any] | None = None
-    """Tensors that live until the wait, as those of a communicator do."""
+    """Tensors that are kept until the wait, as in `communication.Handle`."""
 
     def wait(self, needed_by: str = "") -> Any:
-        """Return the result. needed_by: as of `communication.Handle`."""
+        """Return the result. needed_by: as in `communication.Handle`."""
         if self.held is not None:
             self.held.clear()
         return self.result
