@@ -40,7 +40,7 @@ from evenpipe.given import is_text
 from evenpipe.words import nearest, refused, show, unknown
 
 LARGEST = 1e100
-"""Numbers of users are smaller, so their sums and products stay far from the limits of floating point."""
+"""Numbers that users write are smaller, so their sums and products stay far from the limits of floating point."""
 
 Whole0 = Annotated[int, Ge(0)]
 Whole1 = Annotated[int, Ge(1)]

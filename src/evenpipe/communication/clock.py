@@ -108,7 +108,7 @@ class Conversion:
         return max(self.start.uncertainty, self.end.uncertainty)
 
     def __call__(self, time: float) -> float:
-        """Convert a time of this clock to the first one."""
+        """Convert a time of this clock to that of the first process."""
         length = self.end.at - self.start.at
         share = (time - self.start.at) / length if length > 0 else 0.0
         return time - self.start.offset - share * self.drift

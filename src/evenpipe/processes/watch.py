@@ -9,7 +9,7 @@ wrong one after a timeout. So each process has a thread that, every quarter of a
 3. looks for a cause written by any process. There is only one, the first. A process of evenpipe (`owner`) that sees it
    ends with exit code 3; in any other, it is raised where the main thread waits.
 
-A ring suffices, because one of any set of dead processes follows a live one, so the cost does not grow with the number
+A ring suffices, because in any set of dead processes one follows a live one, so the cost does not grow with the number
 of processes. The reader measures by its own clock how long a beat is unchanged, and counts only time during which it
 ran itself: machines' clocks differ, and a whole job may be suspended and continued.
 
