@@ -179,7 +179,7 @@ def in_two_passes() -> None:
     with torch.device("meta"):
         linear = nn.Linear(2, 3, bias=False)
         holder = nn.ModuleList([linear, nn.LayerNorm(3, bias=False)])
-    options = {"compute_dtype": torch.bfloat16, "label": "a layer", "kept": ("1.weight",)}
+    options = {"compute_dtype": torch.bfloat16, "label": "a layer", "fp32_parameters": ("1.weight",)}
     sharded = ShardedModule(holder, [*holder], shards, torch_device=torch.device("cpu"), **options)
     (_, held), (_, kept) = sharded
     for one in (held, kept):

@@ -69,7 +69,7 @@ def _profile_of(start: list[Any], layers: list[Any], end: Any, *, backwards: boo
 
 
 def _stretch_of(fields: dict[str, Any]) -> LineStretch:
-    return LineStretch(tuple(fields["above"]), fields["kept"])
+    return LineStretch(tuple(fields["above"]), fields["retained"])
 
 
 # --- files that are kept between commands ----------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class OffloadOptions(Declared):
     lower the peak of a device without costing time, by pipeline.costs. "all": enough to reach the lowest possible
     peak. A number: enough to stay below that many bytes, with the sizes of pipeline.costs."""
     copy_time: Number0 | tuple[Number0, ...] = ASSUMED_COPY
-    """Time of a copy, to the host or back, of the activations of a stage and microbatch, relative to its forward and
+    """Time of one copy, to the host or back, of the activations of a stage and microbatch, relative to its forward and
     backward together; one number, or one per stage. Arranges copies if pipeline.costs does not give their time.
     `evenpipe plan --offload` computes it."""
     layers: LayerChoice | tuple[LayerChoice, ...] = "offload"
