@@ -23,9 +23,12 @@ MINUTES ?=
 # PART=1/4 is a quarter of make test-all or families; TYPES="llama gemma2" are the families of two model types.
 PART ?= 1/1
 TYPES ?=
+
+# Files of benchmarks/results, without their ending, for make figures; default: all.
+FIGURES ?=
 part = $(shell printf '%s\n' $(1) | awk -v part=$(PART) '{ split(part, of, "/") } (NR - of[1]) % of[2] == 0')
 
-.PHONY: help install train test test-all fault-test fuzz families golden gpu-test lint format bench docs clean
+.PHONY: help install train test test-all fault-test fuzz families golden figures gpu-test lint format bench docs clean
 
 help:
 	@echo "make train       train the quickstart model on 4 local processes and print text that it writes"
@@ -42,6 +45,8 @@ help:
 	@echo "make families    compare a small model of every type in transformers with one process, and write"
 	@echo "                 docs/families.md; PART=1/8 runs an eighth of them, TYPES='llama gemma2' these types"
 	@echo "make golden      compare estimates of the models in examples/models with those of before; MODELS=llama-3.1-8b"
+	@echo "make figures     repeat the measurements that the documentation quotes, as far as this machine can, and write"
+	@echo "                 docs/measurements.md; takes hours; FIGURES='balance_2_cores schedules' repeats these"
 	@echo "make gpu-test    run the tests that need an NVIDIA GPU, if there is one"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -53,6 +58,7 @@ install: $(STAMP)
 
 train: $(STAMP)
 	$(BIN)/evenpipe train examples/quickstart.toml
+	$(BIN)/evenpipe draw runs/quickstart/traces/step-00000100.json
 
 test: CHOICE := --quick $(if $(SEED),--seed $(SEED))
 test test-all: $(STAMP)
@@ -93,6 +99,9 @@ $(VENV)/.docs: $(STAMP)
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+figures: $(STAMP)
+	$(BIN)/python benchmarks/figures.py $(FIGURES)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/balance.py --schedules 1f1b --hidden-size 512 --microbatches 16 --memory

@@ -1,7 +1,7 @@
 """How long schedules take to be made, from thousands of passes to millions: is it linear, and how much memory?
 
-    python benchmarks/schedules.py            every size; writes benchmarks/results/schedules.json
-    python benchmarks/schedules.py --quick    a few small ones; writes nothing
+    python benchmarks/schedules.py            every size
+    python benchmarks/schedules.py --quick    a few small ones
 
 Each size runs in a process of its own, so that its peak memory is its own, the smaller ones three times, of which the
 best counts. Times are CPU seconds of one thread.
@@ -26,7 +26,6 @@ from evenpipe.schedule import EQUAL_COSTS, add_communication, add_vocabulary, ch
 from evenpipe.schedule.transforms.communication import Lowering
 from evenpipe.simulate import simulate
 
-RESULTS = Path(__file__).parent / "results" / "schedules.json"
 STEPS = ("generate", "transform", "lower", "check")
 """From a name to a checked program, in turn."""
 ASIDE = ("time", "row", "simulate")
@@ -152,6 +151,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few small sizes")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="all figures")
     parser.add_argument(
         "--one", nargs=4, metavar=("SCHEDULE", "P", "M", "V"), help="one size, in this process, as JSON"
     )
@@ -168,8 +168,8 @@ def main() -> None:
             f"{name}: {fit['microseconds_per_item']} µs per item, R² of the line {fit['r_squared']}, "
             f"exponent {fit['exponent']}"
         )
-    if not arguments.quick:
-        write(RESULTS, {"rows": rows, "fits": fits(rows)})
+    if arguments.output:
+        write(arguments.output, {"rows": rows, "fits": fits(rows)})
 
 
 if __name__ == "__main__":

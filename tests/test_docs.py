@@ -77,7 +77,16 @@ def test_links_and_make_targets_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["picture", "memory_picture", "offload_picture", "replicas_picture", "configuration_page", "families_page"]
+    "name",
+    [
+        "picture",
+        "memory_picture",
+        "offload_picture",
+        "replicas_picture",
+        "configuration_page",
+        "families_page",
+        "measurements_page",
+    ],
 )
 def test_pictures_are_what_the_code_draws(name: str) -> None:
     module = importlib.import_module(name)

@@ -59,7 +59,10 @@ REFUSED = [
     (["existing file"], ["pipeline.schedule=missing.csv"]),
     # names: all that are accepted are listed, and the nearest is proposed
     (['did you mean "bfloat16"'], ["model.compute_dtype=bf16"]),
-    (["python-standard-library"], ["data.corpus=wikipedia", "data.corpus=python-standard-library:"]),
+    (
+        ["python-standard-library", "python-documentation"],
+        ["data.corpus=wikipedia", "data.corpus=python-standard-library:", "data.corpus=python-documentation:json"],
+    ),
     (["strict, replace"], ["data.encoding_errors=ignore"]),
     (["replicate, shard"], ["pipeline.data_parallel=fsdp"]),
     (["gpipe", 'did you mean "1f1b"'], ["pipeline.schedule=1f2b"]),

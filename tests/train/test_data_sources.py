@@ -203,3 +203,11 @@ def test_the_standard_library(tmp_path):
     assert len(part) == 6
     assert sum("JSONDecodeError" in text for text in part) >= 2
     assert "Gur Mra bs Clguba" in part[-1]
+
+
+def test_the_documentation(tmp_path):
+    texts = read(tmp_path, corpus="python-documentation")
+    assert len(texts) > 70 and sum(map(len, texts)) > 400_000
+    assert any(text.startswith('The "for" statement') for text in texts)
+    whole = documents(tmp_path, corpus="python-documentation")
+    assert whole.fingerprint() == documents(tmp_path, corpus="python-documentation").fingerprint()

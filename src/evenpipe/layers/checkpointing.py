@@ -11,7 +11,7 @@ once. If a microbatch has an R in its schedule, all activations exist before its
 them: see `Switch`.
 
 "full" does not use torch's implementation because of host time. For a small Llama layer on the CPU (F and B together
-take 645 us of processor time without checkpointing; `benchmarks/layer_host_time.py`) torch's adds 1070 us and this one
+take 645 us of processor time without checkpointing) torch's adds 1070 us and this one
 670, of which the second forward takes 275. An autograd function with a backward inside its backward adds 460, but it
 sums the gradients of a parameter shared by several layers in another order, runs its hooks several times, and cannot
 stop early. This one can, like torch's: the second forward stops after the last tensor that the backward needs, so the

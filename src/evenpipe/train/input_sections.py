@@ -11,7 +11,7 @@ from evenpipe.declaration import Declared, declare
 from evenpipe.errors import InputError
 from evenpipe.words import show
 
-PYTHON_STANDARD_LIBRARY = "python-standard-library"
+PYTHON_STANDARD_LIBRARY, PYTHON_DOCUMENTATION = "python-standard-library", "python-documentation"
 DEFAULT_TOKENIZER_ENTRIES = 32768
 DEFAULT_VALIDATION_FRACTION = 0.01
 MOST_TOKENIZER_ENTRIES = 10_000_000
@@ -68,8 +68,9 @@ class DataConfig(Declared):
     dataset_split: str = "train"
     """Split of `dataset`, or a part of one, such as "train[:1%]"."""
     corpus: str | None = None
-    """"python-standard-library": the sources of the running Python's library, without tests and character tables. Names
-    after a colon select modules and packages: "python-standard-library:asyncio,json"."""
+    """Text that comes with Python. "python-documentation": the language reference, 0.5 MB of English.
+    "python-standard-library": the sources of the library, without tests and character tables. Names after a colon
+    select modules and packages: "python-standard-library:asyncio,json"."""
     text_field: str = "text"
     """Field or column of the document in JSON lines, parquet and datasets."""
     encoding_errors: Literal["strict", "replace"] = "strict"
@@ -104,8 +105,9 @@ class DataConfig(Declared):
         self._check_validation()
         if self.corpus is not None:
             name, colon, parts = self.corpus.partition(":")
-            accepted = f'"{PYTHON_STANDARD_LIBRARY}", or that with a colon and names of its modules'
-            self.require("corpus", name == PYTHON_STANDARD_LIBRARY and bool(colon) == bool(parts), accepted)
+            accepted = f'"{PYTHON_DOCUMENTATION}", "{PYTHON_STANDARD_LIBRARY}", or the latter with ":" and modules'
+            is_library = name == PYTHON_STANDARD_LIBRARY and bool(colon) == bool(parts)
+            self.require("corpus", is_library or self.corpus == PYTHON_DOCUMENTATION, accepted)
 
     def _check_validation(self) -> None:
         split = self.validation_split

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from evenpipe.errors import InputError
-from evenpipe.train.input_sections import JSON_LINES, DataConfig
+from evenpipe.train.input_sections import JSON_LINES, PYTHON_DOCUMENTATION, DataConfig
 from evenpipe.words import count, nearest, show
 
 READ_BYTES = 1 << 20
@@ -36,6 +36,8 @@ def find_documents(data: DataConfig, cache_folder: Path) -> Documents:
     """
     if data.dataset is not None:
         return _dataset(data, data.dataset_split, cache_folder)
+    if data.corpus == PYTHON_DOCUMENTATION:
+        return PythonDocumentation()
     if data.corpus is not None:
         return FileDocuments(_standard_library(data.corpus.partition(":")[2]), data.text_field, "strict", data.corpus)
     evaluated = {path.resolve() for path in find_files(data.validation_files, "data.validation_files")}
@@ -157,7 +159,22 @@ class DatasetDocuments:
         return datasets.load_dataset(self.name, self.config, split=self.split, cache_dir=self.cache_folder, **options)
 
 
-Documents = FileDocuments | DatasetDocuments
+class PythonDocumentation:
+    """The topics of Python's language reference, which `help()` shows."""
+
+    description = PYTHON_DOCUMENTATION
+
+    def fingerprint(self) -> str:
+        """As for files."""
+        return _digest([self.description, *self])
+
+    def __iter__(self) -> Iterator[str]:
+        from pydoc_data.topics import topics
+
+        yield from topics.values()
+
+
+Documents = FileDocuments | DatasetDocuments | PythonDocumentation
 
 
 def is_saved(name: str) -> bool:
