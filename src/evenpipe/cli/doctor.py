@@ -16,7 +16,7 @@ def run(*, processes: Count | None = None, output: Path | None = None, json_: bo
     -o, --output FILE.md          write the page there, and its figures as JSON beside it
 
     Compares the gradients of small models with transformers in one process, for every axis that fits the processes,
-    measures products, hops, collectives and copies, and times steps beside their predictions. Takes up to ten minutes.
+    measures products, hops, collectives and copies, and compares steps with their predictions. Takes up to ten minutes.
     Whatever fails or hangs is a row of the page. The exit code is 1 if there is a fault.
     """
     import json

@@ -132,14 +132,14 @@ def run(
     --cp N                      context parallelism
     --pp N                      devices of a pipeline
     --zero                      shard over dp x cp: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
-    --dp-shard N                replicas that share it, while the others have copies (HSDP); default: all
+    --dp-shard N                replicas over which states are sharded; the others hold copies (HSDP); default: all
     --reshard                   with --zero 3, free parameters between passes
     --no-sequence-parallel      with tp, keep norms and residuals whole on every GPU
     --context-exchange          context parallelism exchanges keys and values, or heads for tokens
     --layers-per-stage N,N,...  one per stage; default: an even split
     --microbatch-size N         sequences of a microbatch
     --microbatches M            of a step and replica; default: 4 per device
-    --slices N                  parts in which a sequence flows through the pipeline
+    --slices N                  slices of every sequence
     --vocabulary MODE           first-last, redistribute, interlaced, vocab-1, vocab-2 or balanced (= vocab-2); default:
                                 balanced, or first-last with --kernels of another framework
     --checkpointing CHOICE      none, selective or full; full/N for every Nth layer
@@ -151,7 +151,7 @@ def run(
     --offload-optimizer SHARE   share of the optimizer state in host memory
     --foreach-optimizer         the optimizer copies all parameters during its step
     --gpu-memory SIZE           memory of one GPU, such as 80GiB; default: that of --hardware, if it is set
-    --strict                    exit with 1 if it is at risk, too
+    --strict                    also exit with 1 if it is at risk
     --compare-to-paper          also print the estimate by the formula of arXiv 2411.06465
     -o, --output FILE.svg       also draw the memory of each device
 

@@ -25,8 +25,8 @@ def run(
     --data FOLDER|FILE             text, JSON lines, parquet, or a folder that save_to_disk wrote; default: sources of
                                    Python's library
     --processes N                  devices of the pipeline; default: the GPUs, or the cores
-    --example NAME                 write an example instead: quickstart, v_half, zbv; all: every example, with models
-                                   and loops of your own
+    --example NAME                 write an example instead: quickstart, experts, v_half, zbv; all: every example, with
+                                   models and training loops
     -o, --output FILE.toml         the configuration to write; default: train.toml, or NAME.toml; all: the folder
                                    examples
     """

@@ -33,7 +33,7 @@ COMMANDS = {
     "explain": "show the imbalance of a model and what would help; a good first command",
     "init": "write a first configuration, from a model and a folder of text, or from an example",
     "train": "train a model",
-    "doctor": "examine this machine: versions and links, gradients, transfers, steps beside predictions",
+    "doctor": "examine this machine: versions, links, gradients, transfers, and steps against predictions",
     "profile": "measure passes and transfers on this hardware, as a cost file for the commands below",
     "simulate": "compute the time, waits and memory of a schedule",
     "draw": "draw a schedule in the terminal, as SVG, HTML or a Perfetto trace",
@@ -56,7 +56,7 @@ OVERRIDE = re.compile(r"\w+(\.\w+)+=")
 MOST = 2000
 """Longest line of an error message, in characters."""
 
-SUMMARY = "Pipeline-parallel training for Hugging Face language models, with nothing out of balance."
+SUMMARY = "Pipeline-parallel training for Hugging Face language models, with vocabulary layers on all devices."
 EXIT_CODES = "exit codes: 0 done, 1 the answer is no, 2 the input is wrong, 3 the run failed"
 TYPER: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None, "no_args_is_help": True}
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}

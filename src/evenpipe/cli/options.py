@@ -42,19 +42,19 @@ COMMON = f"""
 --gpu-memory SIZE          memory of each GPU, such as 80GiB; default: that of --hardware
 --sequence TOKENS          length of a sequence; default: {SEQUENCE}, or the longest
 --kernels NAME             transformers (as evenpipe train runs it), compiled (the same with compile_layers), fused,
-                           megatron, transformer-engine or fsdp; with changes behind it, as in
+                           megatron, transformer-engine or fsdp, and changes to it, as in
                            megatron,attention=unfused
---skew S                   with ep, what the fullest of the replicas that share experts gets over the mean: 1 if routers
-                           choose evenly, up to 2 early in a training
+--skew S                   with ep: tokens of the busiest expert rank over the mean; 1 if routers choose evenly, up to 2
+                           early in training
 
 --schedule NAME|FILE.csv   name of a schedule, or file with an order or program
 --compare NAME,...         several schedules side by side, after --schedule if there is one; all: every name
 --devices P                devices of the pipeline; default for a file: as in the file
 --microbatches M           microbatches of the step; default for a file: as in the file
---slices N                 cut every sequence into so many slices of equal time
+--slices N                 slices of equal time that every sequence is cut into
 --stages-per-device V      stages per device, for schedules that leave a choice
 --group-size G             microbatches that a device takes in turn (some schedules)
---max-in-flight K[,K...]    most stage activations that a device may hold: one number, or one per device
+--max-in-flight K[,K...]    maximum number of stage activations on a device: one number, or one per device
 --edges S>T,...            edges between the stages of a file, as in '0>1,0>2,1>3,2>3'; default: a chain
 --vocabulary MODE,...      {MODES}, one or several; default: {BALANCED}; for a file: as it stands
 --offload CHOICE           activations for the host: scheduled (as the order says), free (all that lower the peak
@@ -62,7 +62,7 @@ COMMON = f"""
                            stay below that many bytes, with the sizes of --costs), none
 --data-parallel            several replicas: they sum gradients, or also share parameters and gather them; default: one
 --reshard                  with shard: free parameters between passes, and gather them again
---prefetch N               with shard: gather parameters so many stages ahead; default: all at the start; 1 with
+--prefetch N               with shard: gather parameters this many stages ahead; default: all at the start; 1 with
                            --reshard
 --costs FILE               TOML or JSON file with times and bytes; default: equal times
 --json                     print one JSON object and nothing else

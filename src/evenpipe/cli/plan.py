@@ -181,7 +181,7 @@ def run(
     --zero X[,X...]             shard over replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters;
                                 default: 0 and 3, which evenpipe trains with; with --kernels of another framework 1
                                 and 3
-    --dp-shard X[,X...]         replicas that share what is sharded, while the others have copies (HSDP); default: all
+    --dp-shard X[,X...]         replicas over which states are sharded; the others hold copies (HSDP); default: all
     --microbatch-size X[,X...]  sequences per microbatch
     --slices X[,X...]           slices of every sequence; default: 1, and 4 for long sequences in few microbatches
     --stages-per-device X[,X...]  stages per device, for schedules that leave a choice
@@ -193,14 +193,14 @@ def run(
     --offload X[,X...]          activations on the host: scheduled (as the schedule says; default), none, free (all that
                                 lower the memory of a device and cost no time), all, or least (free, if memory is short)
     --best N                    plans to show
-    --budget AMOUNT             tokens of a whole training, such as 15T (or M, B), or "1000 GPU-days": say what the best
-                                plan makes of it
+    --budget AMOUNT             tokens of a whole training, such as 15T (or M, B), or "1000 GPU-days": also print
+                                the other of the two for the best plan
     --measured PLAN:TIME|FILE   a measured step, as in "dp4·pp2 zero-3 zbv 1 x 16: 8.4 s", "dp8 zero-3 microbatch 2:
-                                52000 tokens/s" or "run.toml: 8.4 s", or a file with such lines: the search takes the
-                                speeds of hardware that predict them
+                                52000 tokens/s" or "run.toml: 8.4 s", or a file with such lines: the search fits the
+                                speeds of the hardware to them
     --explain                   show the gain of each vocabulary mode, and which configurations were rejected, why, and
                                 what would help
-    --minutes N                 end the search after so long, with the best plans found until then; default: when no
+    --minutes N                 end the search after this time, with the best plans so far; default: when no
                                 better one is left
     --workers N                 processes; default: one per core
     --no-cache                  neither use nor write the cache on disk

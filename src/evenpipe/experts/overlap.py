@@ -60,11 +60,11 @@ class ExpertOptions:
     """
 
     columns: Whole1 | Literal["auto"] = "auto"
-    """With expert parallelism: blocks of columns in which results leave, each while the next one is computed. "auto":
-    by costs, 4 if they are unknown."""
+    """With expert parallelism: blocks of columns in which results are sent, each while the next one is computed.
+    "auto": by costs, 4 if they are unknown."""
     arrivals: Whole1 | Literal["auto"] = "auto"
-    """With expert parallelism: products of rows that arrive, 1: of all at once; 2: of own rows while others arrive; or
-    as many as the replicas of a group: of each one's rows by themselves. "auto": by costs, 2 if they are unknown."""
+    """With expert parallelism: groups in which experts process rows. 1: all rows at once; 2: local rows while others
+    arrive; the number of replicas of a group: the rows of each replica. "auto": by costs, 2 if they are unknown."""
 
 
 @dataclass(frozen=True)

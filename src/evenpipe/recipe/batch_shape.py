@@ -22,8 +22,8 @@ class BatchShape:
     """Sequences per microbatch. `evenpipe train` trains on replicas * microbatches * microbatch_size sequences in a
     step; a `Pipeline` takes the batches that it gets, and only estimates and plans need the size."""
     slices: Whole1 | Literal["auto"] = 1
-    """Slices of every sequence, which follow one after the other: activations of fewer sequences are in flight, and
-    devices wait less. "auto": the fewest whose predicted step is at most 1 % longer than the shortest; a line at the
+    """Slices of every sequence, processed one after another: activations of fewer sequences are in flight, and devices
+    wait less. "auto": the fewest whose predicted step is at most 1 % longer than the shortest; a line at the
     start says why."""
     sequence_length: Whole1 | None = None
     """Tokens of a sequence, before context parallelism. Orders are arranged for it, since the share of attention

@@ -59,10 +59,10 @@ class Parallelism(Declared):
     heads for tokens ("heads"), which moves less with many ranks. "auto": "heads" if that moves less and the ranks can
     share the heads, else "keys"."""
     tensor_overlap: TensorOverlap = "auto"
-    """How tensor ranks exchange hidden states beside products, in forwards and for input gradients. "ring": piece by
-    piece, each multiplied while the next one is under way. "fused": torch's operations on symmetric memory, on GPUs
-    that can read each other's memory. "none": before and after products. "auto": "none", until the others have been
-    measured on GPUs."""
+    """How tensor ranks overlap the exchange of hidden states with products, in forwards and for input gradients.
+    "ring": in pieces, each multiplied while the next one is transferred. "fused": torch's operations on symmetric
+    memory, on GPUs that can read each other's memory. "none": before and after products. "auto": "none", until the
+    others have been measured on GPUs."""
 
     experts: ExpertOptions = field(default_factory=ExpertOptions)
     """What runs beside the exchange of rows between experts, with `ep`."""

@@ -77,13 +77,13 @@ class DataConfig(Declared):
     """For bytes that are not UTF-8: "strict" ends with an error that names file and byte, "replace" reads a replacement
     character."""
     sequence_length: Annotated[int, Ge(2)] = 1024
-    """Tokens per row. Each document is followed by the end-of-text token, and all of them, one after the other, are cut
-    into rows of this length. So a row may contain several documents. The last incomplete row is dropped."""
+    """Tokens per row. The end-of-text token follows each document, and the documents, joined, are cut into rows of this
+    length. So a row may contain several documents. The last incomplete row is dropped."""
     documents: Literal["separate", "joined"] | None = None
-    """What documents that share a row see of each other. "separate": nothing. Positions begin at 0 in every document,
-    no token looks at another document, and none is predicted from one. A document that goes on in the next row begins
-    anew there. "joined": rows are one stream of text. Default: "separate" if training continues from weights of
-    model.source and the names of all `files` are those of JSON lines, else "joined"."""
+    """Whether documents that share a row attend to each other. "separate": they do not. Positions start at 0 in every
+    document, no token attends to another document or is predicted from one, and a document that continues in the next
+    row starts again there. "joined": rows are one stream of text. Default: "separate" if training continues from
+    weights of model.source and the names of all `files` are those of JSON lines, else "joined"."""
     validation_files: tuple[str, ...] = ()
     """Files or patterns of documents to evaluate on, read like `files`. Documents that `files` matches too are not
     trained on."""

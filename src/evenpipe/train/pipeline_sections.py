@@ -43,10 +43,10 @@ class PipelineConfig(Declared):
     """Processes of the run: the devices of a pipeline times `dp`, `cp` and `tp`. Under
     torchrun, the number of processes that it starts."""
     dp: Whole1 = 1
-    """Number of pipelines side by side. Each has the whole model and its own part of every batch."""
+    """Number of pipelines side by side. Each has the whole model and a part of every batch."""
     ep: Whole1 = 1
     """Neighbouring replicas that share the experts of every layer, a divisor of `dp`: each has some of them, and
-    tokens travel to the experts that they have chosen."""
+    tokens are sent to the replicas of their experts."""
     cp: Whole1 = 1
     """Processes that share every sequence, each with the same parameters and its part of the tokens."""
     context_exchange: ContextExchange = "auto"
@@ -75,9 +75,9 @@ class PipelineConfig(Declared):
     arrange: str = "measured"
     """What arranges a named schedule without `costs`: the pass times of the model on a known GPU (a name, as for
     `evenpipe plan --hardware`) or on the hardware of a file of `evenpipe profile --hardware`; "flops"; "auto": the GPU
-    of the run if it is known, else FLOPs; or "measured": so at the start, and anew by the passes of steps 3 to 6,
-    between two steps, if a step is predicted to become more than 1 % shorter without more activations on a device, and
-    again when passes drift. Orders of models with tied vocabulary matrices stay, since results depend on them."""
+    of the run if it is known, else FLOPs; or "measured": start as "auto", and arrange again from the passes of steps 3
+    to 6, and whenever pass times drift, if a step is predicted to become more than 1 % shorter without more activations
+    on a device. Orders of models with tied vocabulary matrices do not change, since results depend on them."""
     vocabulary: Annotated[str, Names(("balanced", *MODES))] = "balanced"
     microbatches: Whole1 | None = None
     slices: Whole1 | Literal["auto"] = 1
@@ -179,11 +179,11 @@ class PipelineConfig(Declared):
 
 @declare("experts")
 class ExpertsConfig(ExpertOptions):
-    """Mixtures of experts: how rows travel to experts of other replicas, and how experts are kept equally busy."""
+    """Mixtures of experts: how rows are exchanged with experts of other replicas, and how experts are balanced."""
 
     router_bias_rate: Number0 = 0.0
-    """After every update, move the biases by which routers choose experts so far towards experts with few tokens
-    (arXiv 2408.15664), in models that have such biases, as DeepSeek-V3: 0.001 there. 0: they stay."""
+    """Step by which the selection biases of routers move after every update, towards experts with few tokens
+    (arXiv 2408.15664), in models that have such biases; DeepSeek-V3 uses 0.001. 0: they do not change."""
 
 
 @declare("loss")

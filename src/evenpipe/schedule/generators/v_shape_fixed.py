@@ -9,7 +9,7 @@ from .v_shape_blocks import Block, in_order, repeat, squeezed
 
 
 def v_half(devices: int, microbatches: int, *, squeeze: bool = True) -> Order:
-    """V-Half: half the activations of ZB-V, on every device alike (arXiv 2405.15362, section 3.2).
+    """V-Half: half the activations of ZB-V, the same on every device (arXiv 2405.15362, section 3.2).
 
     Any devices >= 1 and microbatches >= 1. Every device stores 2 * floor((devices + 2) / 2) stage activations. With
     equal passes F = I = W = 1 the bubble is 6 * ceil(devices / 2) - 7 passes from 2 * devices microbatches on (1 on two
@@ -23,7 +23,7 @@ def v_half(devices: int, microbatches: int, *, squeeze: bool = True) -> Order:
 
 
 def v_min(devices: int, microbatches: int, *, squeeze: bool = True) -> Order:
-    """V-Min: a third of the activations of ZB-V, the least without idle slots (arXiv 2405.15362, section 3.2).
+    """V-Min: a third of the activations of ZB-V, the minimum without idle slots (arXiv 2405.15362, section 3.2).
 
     Any devices >= 1 and microbatches >= 1. The fullest device stores 2 * floor((devices + 4) / 3) stage activations.
     With equal passes F = I = W = 1 the bubble is 4 * devices - 7 passes if 3 divides devices, else 4 * devices - 5,

@@ -18,7 +18,7 @@ from evenpipe.words import refused
 
 
 def gpipe(devices: int, microbatches: int) -> Order:
-    """All forwards in turn, then all backwards in the same turn, one stage per device.
+    """All forwards, then all backwards in the same order; one stage per device.
 
     Any devices >= 1 and microbatches >= 1. Bubble (devices - 1) * (F + B) with equal stages; every device holds all
     `microbatches` activations at its peak (arXiv 1811.06965).
@@ -27,7 +27,7 @@ def gpipe(devices: int, microbatches: int) -> Order:
 
 
 def looped_bfs(devices: int, microbatches: int, *, stages_per_device: int = 2) -> Order:
-    """Every microbatch through a device's first stage, then every one through its second; backwards from the last.
+    """All microbatches through a device's first stage, then all through its second; backwards from the last.
 
     Looped placement: device r holds stages r, r + devices, and so on. Microbatches keep their order in the backward, as
     in gpipe, so the first loss is known long before it is needed. Any devices >= 1, microbatches >= 1 and
@@ -45,7 +45,7 @@ def looped_bfs(devices: int, microbatches: int, *, stages_per_device: int = 2) -
 
 
 def one_f_one_b(devices: int, microbatches: int) -> Order:
-    """A device with d devices behind it runs d forwards ahead, then a forward and a backward in turn.
+    """A device with d successors runs d forwards, then alternates one forward and one backward.
 
     Any devices >= 1 and microbatches >= 1, one stage per device. Bubble (devices - 1) * (F + B) with equal stages;
     device r holds min(microbatches, devices - r) activations at its peak (PipeDream-Flush, arXiv 2006.09503; lag form

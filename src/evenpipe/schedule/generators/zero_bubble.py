@@ -12,7 +12,7 @@ from .split_step import SplitProblem, Step
 
 
 def zb_h1(devices: int, microbatches: int) -> Order:
-    """1F1B whose weight gradients all run `devices` - 1 turns after their forwards.
+    """1F1B with weight gradients computed `devices` - 1 turns after their forwards.
 
     Any devices >= 1 and microbatches >= 1, one stage per device; times do not matter. With equal stages and W no longer
     than F or I, the bubble is (devices - 1) * (F + I) - (min(microbatches, devices) - 1) * W: (devices - 1) * (F + I -
