@@ -4,7 +4,7 @@
     class TrainingConfig(Declared):
         \"\"\"Length of the run.\"\"\"
 
-        steps: Whole1 | None = None
+        steps: PositiveInt | None = None
         \"\"\"Optimizer steps.\"\"\"
 
 Everything else follows from the declaration: values are converted and checked by pydantic, an `InputError` names the
@@ -42,18 +42,18 @@ from evenpipe.words import nearest, refused, show, unknown
 LARGEST = 1e100
 """Numbers that users write are smaller, so their sums and products stay far from the limits of floating point."""
 
-Whole0 = Annotated[int, Ge(0)]
-Whole1 = Annotated[int, Ge(1)]
-Number0 = Annotated[float, Ge(0)]
+NonNegativeInt = Annotated[int, Ge(0)]
+PositiveInt = Annotated[int, Ge(1)]
+NonNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 
 JSON_SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 
 Item = TypeVar("Item")
-Many = Annotated[tuple[Item, ...], Strict(False)]
+ListOf = Annotated[tuple[Item, ...], Strict(False)]
 """A tuple that may also be written as a list inside tables and lists."""
-Some = Annotated[tuple[Item, ...], Strict(False), MinLen(1)]
+NonEmptyList = Annotated[tuple[Item, ...], Strict(False), MinLen(1)]
 
 Kind = TypeVar("Kind", bound=type)
 

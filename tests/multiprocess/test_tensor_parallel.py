@@ -157,7 +157,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 RECEIVED: dict[str, Callable[..., int]] = {
     # bytes that come from other members, by operation and its arguments
     "receive": lambda own, buffer, peer, label: buffer.nbytes,
-    "pass_on": lambda own, tensor, buffer, label: buffer.nbytes,
+    "shift": lambda own, tensor, buffer, label: buffer.nbytes,
     "broadcast": lambda own, tensor, root, label: tensor.nbytes if own.rank != root else 0,
     "reduce": lambda own, tensor, root, label: tensor.nbytes if own.rank == root else 0,
     "all_gather": lambda own, tensor, label, output=None: tensor.nbytes * len(own.others),

@@ -47,7 +47,7 @@ def test_texts_by_name(store: Store) -> None:
 def test_the_first_one_settles(store: Store) -> None:
     held: list[str] = []
     threads = [
-        threading.Thread(target=lambda n=n: held.append(store.clone().settle("cause", str(n)))) for n in range(8)
+        threading.Thread(target=lambda n=n: held.append(store.clone().write_once("cause", str(n)))) for n in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -71,7 +71,7 @@ def test_a_folder_is_for_this_user_alone_and_keeps_no_parts(tmp_path: Path) -> N
     store = FolderStore(tmp_path / "store")
     for _ in range(2):
         store.write("beat/0", "x")
-        store.settle("cause", "x")
+        store.write_once("cause", "x")
     assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o700
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["beat%2F0", "cause"]
 
@@ -79,7 +79,7 @@ def test_a_folder_is_for_this_user_alone_and_keeps_no_parts(tmp_path: Path) -> N
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "store")
     (tmp_path / "store").rmdir()
-    for ask in (lambda: store.write("x", ""), lambda: store.read("x"), lambda: store.settle("x", "")):
+    for ask in (lambda: store.write("x", ""), lambda: store.read("x"), lambda: store.write_once("x", "")):
         with pytest.raises(StoreError, match=r"^the folder '.*store': No such file or directory$"):
             ask()
 
@@ -102,7 +102,7 @@ def test_a_store_that_does_not_answer_and_one_that_is_gone(holder: tuple[subproc
     store.write("x", "1")
     os.kill(process.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # until then its threads may still answer
-    for ask in (lambda: store.read("x"), lambda: store.write("x", "2"), lambda: store.settle("x", "")):
+    for ask in (lambda: store.read("x"), lambda: store.write("x", "2"), lambda: store.write_once("x", "")):
         with pytest.raises(StoreSilentError, match=rf"^the store at 127.0.0.1:{port} does not answer$") as caught:
             ask()
         assert 0.5 <= caught.value.seconds < 1.5

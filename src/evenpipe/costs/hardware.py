@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator
 
-from evenpipe.declaration import Many, Names, Table, Whole0, Whole1, declare, from_table
+from evenpipe.declaration import ListOf, Names, NonNegativeInt, PositiveInt, Table, declare, from_table
 from evenpipe.errors import InputError
 from evenpipe.given import plain, read_toml, write_text
 from evenpipe.schedule.cost_values import Factor, Rate, Time
@@ -82,7 +82,7 @@ class Hardware:
     """Bytes per second, read and written, of operations on large tensors."""
     operation_seconds: Rate
     """Time of the smallest operation."""
-    devices_per_node: Whole1
+    devices_per_node: PositiveInt
     """Devices that `inside` connects."""
     inside: Table[Wire]
     """Between devices of a node."""
@@ -90,7 +90,7 @@ class Hardware:
     """Between nodes, per device: each has its share of the network cards."""
     host_bandwidth: Rate
     """Bytes per second between a device and its host, in one direction."""
-    units: Whole1 = 1
+    units: PositiveInt = 1
     """Multiprocessors, which a wave of tiles fills; 1: products have no waves."""
     attention_backward_fraction: Fraction | None = None
     """Likewise of its backward; None: as the forward."""
@@ -104,11 +104,11 @@ class Hardware:
     """Length of an inner dimension that a product takes as long for as to fill and drain its tiles."""
     contention: Factor = 1.0
     """Factor on compute while all devices of the node compute; for processes that share a host."""
-    cores: Whole0 = 0
+    cores: NonNegativeInt = 0
     """Processor cores that the processes of a host share; 0: no more devices compute at once than it has."""
-    context_bytes: Whole0 = 0
+    context_bytes: NonNegativeInt = 0
     """Bytes that a process takes besides its tensors: the driver's context with the loaded kernels. 0: not measured."""
-    passes: Many[Table[MeasuredPasses]] = ()
+    passes: ListOf[Table[MeasuredPasses]] = ()
     """Measured models, whose times are corrected by these."""
 
     def peak(self, dtype: str) -> float:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from evenpipe.declaration import Names, Whole1, declare, field_types
+from evenpipe.declaration import Names, PositiveInt, declare, field_types
 from evenpipe.schedule.cost_values import Factor, Time
 
 if TYPE_CHECKING:
@@ -71,18 +71,18 @@ class MeasuredPasses:
     """Its `fingerprint`."""
     dtype: str
     """Type of products, as `Setting.dtype`."""
-    sequence: Whole1
+    sequence: PositiveInt
     """Tokens per sequence."""
-    microbatch_size: Whole1
+    microbatch_size: PositiveInt
     """Sequences per microbatch."""
-    devices: Whole1
+    devices: PositiveInt
     contention: Factor
     """Factor on all passes while all devices compute, as `Costs.contention`."""
     seconds: Mapping[Annotated[str, Names(MEASURED)], Time]
     """By the names in `MEASURED`, without those that could not be measured."""
-    tp: Whole1 = 1
+    tp: PositiveInt = 1
     """Tensor ranks of each device."""
-    cp: Whole1 = 1
+    cp: PositiveInt = 1
     """Context ranks of each device."""
     context_exchange: Literal["keys", "heads"] = "keys"
     """Of context ranks: "keys" or "heads"."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import TYPE_CHECKING, Literal
 
-from evenpipe.declaration import Whole1, declare
+from evenpipe.declaration import PositiveInt, declare
 from evenpipe.words import refused
 
 if TYPE_CHECKING:
@@ -59,10 +59,10 @@ class ExpertOptions:
     Raises InputError for a value that is not accepted; the sentence names it.
     """
 
-    columns: Whole1 | Literal["auto"] = "auto"
+    columns: PositiveInt | Literal["auto"] = "auto"
     """With expert parallelism: blocks of columns in which results are sent, each while the next one is computed.
     "auto": by costs, 4 if they are unknown."""
-    arrivals: Whole1 | Literal["auto"] = "auto"
+    arrivals: PositiveInt | Literal["auto"] = "auto"
     """With expert parallelism: groups in which experts process rows. 1: all rows at once; 2: local rows while others
     arrive; the number of replicas of a group: the rows of each replica. "auto": by costs, 2 if they are unknown."""
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from evenpipe.declaration import Instance, Many, Positive, Whole0, Whole1, declare
+from evenpipe.declaration import Instance, ListOf, NonNegativeInt, Positive, PositiveInt, declare
 from evenpipe.model.router_loss import RouterLoss
 
 
@@ -42,12 +42,12 @@ class ModelSpec:
     """The `nn.Linear` that gives the logits."""
     layer_argument: str | None = None
     """The argument in which a layer gets hidden states, where the model passes them by keyword."""
-    returns: Whole0 | None = None
+    returns: NonNegativeInt | None = None
     """0: layers return a tensor; k > 0: a tuple of k entries, hidden states first."""
-    last_parameters: Many[str] | None = None
+    last_parameters: ListOf[str] | None = None
     """Parameters outside the layers that act after them, without the output layer's; all others belong to the first
     stage."""
-    wants_token: Whole0 | None = None
+    wants_token: NonNegativeInt | None = None
     """Models that treat embedded tokens otherwise than those that they look up (Falcon-H1 scales only the latter) are
     given token ids, all equal to this one."""
     logit_scale: Positive | None = None
@@ -56,7 +56,7 @@ class ModelSpec:
     """Logits become cap * tanh(logits / cap)."""
     router_loss: Annotated[RouterLoss, Instance("RouterLoss", (RouterLoss,))] | None = None
     """The loss that balances experts, where the config asks for it (`output_router_logits`)."""
-    position_rows: Whole1 | None = None
+    position_rows: PositiveInt | None = None
     """Position ids must be below this."""
     counts_positions: bool | None = None
     """Without position ids, the model numbers the tokens that are not padding, as RoBERTa does."""

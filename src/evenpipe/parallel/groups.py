@@ -181,7 +181,7 @@ class Groups:
 
     # --- the beginning of public methods -------------------------------------------------------------------------
 
-    def agree(self, name: str) -> None:
+    def check_same_call(self, name: str) -> None:
         """Begin a public method that every process must call. Collective over everyone.
 
         Raises:
@@ -221,7 +221,7 @@ class Groups:
     def stream(self, name: str, items: Iterator[Item]) -> Iterator[Item]:
         """Iterate over items that all processes exchange, for a public method that each of them must call and exhaust.
         Before the first item, as `agree`."""
-        self.agree(name)
+        self.check_same_call(name)
         self._streaming = None if self.everyone is None else name
         try:
             yield from items

@@ -47,7 +47,7 @@ class TensorRanks(Ranks):
         local_rows = torch.empty_like(parts[0])
         return self.communicator.reduce_scatter(local_rows, parts, f"sum of {self.running.text}")
 
-    def pass_on(self, rows: Tensor, buffer: Tensor, label: str) -> Handle:
+    def shift(self, rows: Tensor, buffer: Tensor, label: str) -> Handle:
         """Begin to send rows to the next rank, and to receive those of the previous rank into the buffer."""
         return self.communicator.shift(rows, buffer, f"{label} of {self.running.text}").returning(buffer)
 

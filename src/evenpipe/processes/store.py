@@ -92,7 +92,7 @@ class FolderStore:
             finally:
                 os.close(descriptor)
 
-    def settle(self, name: str, text: str) -> str:
+    def write_once(self, name: str, text: str) -> str:
         """Write `text` unless `name` has a text; return the text that it has now. The first text stays."""
         with self._errors():
             temporary = self._temporary_file(text)
@@ -103,7 +103,7 @@ class FolderStore:
 
     def secret(self) -> bytes | None:
         """Return a secret that only processes of this run know; None if others can read the store."""
-        return self.settle("secret", secrets.token_hex(32)).encode()
+        return self.write_once("secret", secrets.token_hex(32)).encode()
 
     def clone(self) -> FolderStore:
         """Return a client of the same store for another thread: a client handles one request at a time."""
@@ -169,7 +169,7 @@ class NetworkStore:
     def append(self, name: str, text: str) -> None:
         self._request(lambda store: store.append(name, text))
 
-    def settle(self, name: str, text: str) -> str:
+    def write_once(self, name: str, text: str) -> str:
         return self._request(lambda store: store.compare_set(name, "", text))[:TEXT_BYTES].decode(errors="replace")
 
     def secret(self) -> bytes | None:

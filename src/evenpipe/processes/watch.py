@@ -426,7 +426,7 @@ class Watch:
         """
         assert store is not None
         try:
-            self._learn(Cause.load(store.settle("cause", cause.dump(self.rank)), self.world_size))
+            self._learn(Cause.load(store.write_once("cause", cause.dump(self.rank)), self.world_size))
         except StoreError:
             self._learn(cause)
 

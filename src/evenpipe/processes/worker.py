@@ -83,13 +83,13 @@ class Worker:
             with self.store.longer_limit(self.watch.silence_seconds):
                 self.store.write(name, "")
 
-    def settle(self, name: str, text: str) -> str:
+    def write_once(self, name: str, text: str) -> str:
         """Return the text that the first caller gave for the name, the same on all processes. Raises StoreError if the
         store is lost."""
         if self.store is None:
             return text
         with self.store.longer_limit(self.watch.silence_seconds):
-            return self.store.settle(name, text)
+            return self.store.write_once(name, text)
 
     def wait_for_mark(self, name: str, label: str, needed_by: str) -> None:
         """Return when the first process has left the mark, however long its work takes.
@@ -352,7 +352,7 @@ def meet(store: Store, rank: int, world_size: int, limit_seconds: float, termina
                     state = "had not started when SIGTERM came" if terminated else in_time
                     fault = f"{processes(missing)} of {world_size} {state}"
             if fault is not None or store.has(["no start"]):  # the first fault counts: others follow from it
-                raise RunError(safe_text(store.settle("no start", fault or "")))
+                raise RunError(safe_text(store.write_once("no start", fault or "")))
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
     except StoreError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from evenpipe.declaration import Whole1, declare
+from evenpipe.declaration import PositiveInt, declare
 
 Documents = Literal["joined", "separate"]
 
@@ -16,16 +16,16 @@ class BatchShape:
     Raises InputError for a value that is not accepted; the sentence names it.
     """
 
-    microbatches: Whole1 | None = None
+    microbatches: PositiveInt | None = None
     """Microbatches per step in each pipeline. Default: those of the order or CSV file, else 4 per device."""
-    microbatch_size: Whole1 = 1
+    microbatch_size: PositiveInt = 1
     """Sequences per microbatch. `evenpipe train` trains on replicas * microbatches * microbatch_size sequences in a
     step; a `Pipeline` takes the batches that it gets, and only estimates and plans need the size."""
-    slices: Whole1 | Literal["auto"] = 1
+    slices: PositiveInt | Literal["auto"] = 1
     """Slices of every sequence, processed one after another: activations of fewer sequences are in flight, and devices
     wait less. "auto": the fewest whose predicted step is at most 1 % longer than the shortest; a line at the
     start says why."""
-    sequence_length: Whole1 | None = None
+    sequence_length: PositiveInt | None = None
     """Tokens of a sequence, before context parallelism. Orders are arranged for it, since the share of attention
     depends on it; the steps of a pipeline may have others. None: 2048, or the maximum of the model."""
     documents: Documents = "joined"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 
-from evenpipe.declaration import Accepts, Declared, Names, Number0, Positive, declare
+from evenpipe.declaration import Accepts, Declared, Names, NonNegative, Positive, declare
 from evenpipe.schedule.costs import ASSUMED_COPY
 from evenpipe.schedule.links import OneOrTwo
 from evenpipe.schedule.planning import OFFLOAD
@@ -44,7 +44,7 @@ class OffloadOptions(Declared):
     """"scheduled": the activations that the order moves, as in po-h and po-f. "none": no activations. "free": all that
     lower the peak of a device without costing time, by pipeline.costs. "all": enough to reach the lowest possible
     peak. A number: enough to stay below that many bytes, with the sizes of pipeline.costs."""
-    copy_time: Number0 | tuple[Number0, ...] = ASSUMED_COPY
+    copy_time: NonNegative | tuple[NonNegative, ...] = ASSUMED_COPY
     """Time of one copy, to the host or back, of the activations of a stage and microbatch, relative to its forward and
     backward together; one number, or one per stage. Arranges copies if pipeline.costs does not give their time.
     `evenpipe plan --offload` computes it."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import field
 from typing import Literal, get_args
 
-from evenpipe.declaration import Declared, Whole0, Whole1, declare
+from evenpipe.declaration import Declared, NonNegativeInt, PositiveInt, declare
 from evenpipe.experts.overlap import ExpertOptions
 from evenpipe.schedule import Program, add_sharding, check_program
 
@@ -30,25 +30,25 @@ class Parallelism(Declared):
     Raises InputError for a value that is not accepted; the sentence names it.
     """
 
-    dp: Whole1 = 1
+    dp: PositiveInt = 1
     """Replicas, each with its own part of the batch."""
-    pp: Whole1 = 1
+    pp: PositiveInt = 1
     """Devices of a pipeline."""
-    cp: Whole1 = 1
+    cp: PositiveInt = 1
     """Parts of every sequence."""
-    tp: Whole1 = 1
+    tp: PositiveInt = 1
     """Parts of every matrix, by heads and columns."""
-    ep: Whole1 = 1
+    ep: PositiveInt = 1
     """Replicas that share the experts of a layer: a divisor of dp."""
     data_parallel: DataParallel = "replicate"
     """What is sharded over dp * cp: nothing, the optimizer's state, also gradients, or also parameters (FSDP2)."""
-    dp_shard: Whole1 | None = None
+    dp_shard: PositiveInt | None = None
     """Of the replicas, neighbours that share what is sharded, with cp; the others have copies of it, and sum gradients
     with these (HSDP). A divisor of dp, and a multiple of ep. Default: all. Estimates and plans only."""
     reshard: bool = False
     """With data_parallel "shard": free parameters between passes and gather them again, instead of once a step. Takes
     less memory and more communication."""
-    prefetch: Whole0 | None = None
+    prefetch: NonNegativeInt | None = None
     """With data_parallel "shard": how many stages ahead of their use parameters are gathered (embedding and output
     layer count as stages). Default: all at the start of the step, or one with `reshard`."""
     sequence_parallel: bool = True

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 from evenpipe.communication.nccl import NcclOptions
-from evenpipe.declaration import Instance, Names, Whole0, declare
+from evenpipe.declaration import Instance, Names, NonNegativeInt, declare
 from evenpipe.errors import InputError
 from evenpipe.experts.overlap import ExpertOptions
 from evenpipe.recipe.batch_shape import BatchShape, Documents
@@ -87,7 +87,7 @@ class Recipe:
     vocabulary: str = "balanced"
     """Placement of embedding and output layer: first-last, redistribute, interlaced, vocab-1, vocab-2; "balanced" is
     vocab-2."""
-    layers_per_stage: tuple[Whole0, ...] | None = None
+    layers_per_stage: tuple[NonNegativeInt, ...] | None = None
     """Transformer layers of each stage, first to last: one number per stage of the whole pipeline. Default: split
     evenly; with vocabulary "redistribute" by time, or in `evenpipe train` on a known GPU by memory too, if the split by
     time does not fit by the estimate and another one does."""

@@ -123,7 +123,7 @@ class ModelState:
         unhealthy: str | None,
     ) -> Path:
         """As `Pipeline.save_checkpoint`."""
-        self.groups.agree("save_checkpoint")
+        self.groups.check_same_call("save_checkpoint")
         config = self.description.config
         metadata = {
             **({} if config is None else {"model_config": config.to_dict(), "origin": self._whole_origin().to_json()}),
@@ -153,7 +153,7 @@ class ModelState:
         drawn_otherwise: str | None,
     ) -> dict[str, Any]:
         """As `Pipeline.load_checkpoint`. drawn_otherwise: why random numbers are not those of an uninterrupted run."""
-        self.groups.agree("load_checkpoint")
+        self.groups.check_same_call("load_checkpoint")
         if not isinstance(checkpoint, Checkpoint):
             checkpoint = open_checkpoint(checkpoint, self._everyone)
         changes = check_same_model(checkpoint, self.description)
@@ -193,7 +193,7 @@ class ModelState:
             )
         if dtype is not None and dtype not in STORED_DTYPES.values():
             raise refused("dtype", dtype, f"one of {', '.join(map(str, STORED_DTYPES.values()))}")
-        self.groups.agree("save_pretrained")
+        self.groups.check_same_call("save_pretrained")
         fault: str | None = None
         dtypes = {} if description.config is None else dtypes_to_write(description, self.origin.dtypes, dtype)
         tensors = self.whole_tensors(dtypes)

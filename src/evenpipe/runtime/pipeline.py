@@ -514,7 +514,7 @@ class Pipeline:
         """
         if result.record.clock is None:
             raise InputError("trace: the step was not recorded; expected the result of step(..., record_passes=True)")
-        self._groups.agree("trace")
+        self._groups.check_same_call("trace")
         layout = self.layout
         ranks = {"tp": self.tensor_ranks} if self.tensor_ranks > 1 else {}
         return gather_trace(
@@ -750,7 +750,7 @@ class Pipeline:
             raise InputError(
                 f"move_router_biases: no router of {self.description.architecture} has a bias to choose by"
             )
-        self._groups.agree("move_router_biases")
+        self._groups.check_same_call("move_router_biases")
         move_biases(self.parameter_shards(), load, self.expert_layers, rate)
 
     @property

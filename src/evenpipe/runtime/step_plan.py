@@ -125,4 +125,4 @@ def _gpu_of_all(worker: Worker) -> Hardware | None:
     same order even if their GPUs differ."""
     if worker.torch_device.type != "cuda":
         return None
-    return known_gpu(worker.settle("GPU", torch.cuda.get_device_name(worker.torch_device)))
+    return known_gpu(worker.write_once("GPU", torch.cuda.get_device_name(worker.torch_device)))

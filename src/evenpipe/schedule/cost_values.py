@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Lt
 from pydantic import BeforeValidator
 
 from evenpipe import words
-from evenpipe.declaration import LARGEST, Accepts, Some
+from evenpipe.declaration import LARGEST, Accepts, NonEmptyList
 from evenpipe.errors import InputError
 
 SMALLEST = 1e-100
@@ -30,9 +30,9 @@ Rate = Annotated[float, Gt(0), *_NUMBER, Accepts("number above 0")]
 Factor = Annotated[float, Ge(1), *_NUMBER, Accepts("number of at least 1")]
 Signed = Annotated[float, Gt(-LARGEST), *_NUMBER, Accepts("finite number")]
 
-Cost = Time | Some[Time]
+Cost = Time | NonEmptyList[Time]
 """One number for all stages (or devices), or one for each."""
-SignedCost = Signed | Some[Signed]
+SignedCost = Signed | NonEmptyList[Signed]
 
 
 def spread(name: str, value: Cost | None, count: int, owner: str) -> tuple[float, ...] | None:

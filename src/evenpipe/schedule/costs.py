@@ -7,7 +7,7 @@ from dataclasses import MISSING, field, fields, replace
 from typing import Annotated, Any
 
 from evenpipe import words
-from evenpipe.declaration import Declared, Names, Some, Table, declare, from_table
+from evenpipe.declaration import Declared, Names, NonEmptyList, Table, declare, from_table
 from evenpipe.errors import InputError
 from evenpipe.words import refused
 
@@ -104,7 +104,9 @@ class Costs(Declared):
     UNSHARD_E, ...); `receive` is the buffer of a hop,
     from the moment when it is issued to the end of the pass that uses it. L gives the bytes of copies without a given
     time. For the full simulator."""
-    slices: Mapping[Annotated[str, Names(("layers", "tokens", *LAYERS))], Some[Cost]] = field(default_factory=dict)
+    slices: Mapping[Annotated[str, Names(("layers", "tokens", *LAYERS))], NonEmptyList[Cost]] = field(
+        default_factory=dict
+    )
     """If sequences are cut, factors for each slice, in whose place times and bytes above are those of a slice on
     average. `layers`: for F, B, I, W and R (one number per slice, or a list of one per stage); F, B, I, W, R: for that
     kind alone; `tokens`: for everything else, but for what is sent to replicas."""

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from evenpipe.declaration import Accepts, Declared, Many, Whole0, declare, unknown_key
+from evenpipe.declaration import Accepts, Declared, ListOf, NonNegativeInt, declare, unknown_key
 from evenpipe.errors import InputError
 from evenpipe.words import refused
 
@@ -77,7 +77,7 @@ class CopyEngine(Declared):
     """Bytes per unit of time and direction; a copy takes bytes / bandwidth unless its time is given. None: no time."""
     streams: OneOrTwo = 1
     """1: both directions take turns. 2: each has its own stream."""
-    shared: Many[Many[Whole0]] = ()
+    shared: ListOf[ListOf[NonNegativeInt]] = ()
     """Groups of devices that share one link to the host, which carries one copy per direction at a time."""
 
     @property

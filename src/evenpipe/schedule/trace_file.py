@@ -39,7 +39,7 @@ from annotated_types import Gt, Lt
 from pydantic import Strict
 from typing_extensions import TypedDict
 
-from evenpipe.declaration import LARGEST, Accepts, Whole0, check_table, strict_table
+from evenpipe.declaration import LARGEST, Accepts, NonNegativeInt, check_table, strict_table
 from evenpipe.errors import InputError
 from evenpipe.given import plain, read_json, shown
 from evenpipe.words import count, refused
@@ -71,10 +71,10 @@ class ClockTable(TypedDict):
 class AllocationsTable(TypedDict):
     """`Allocations`."""
 
-    requests: Whole0
-    device_allocations: Whole0
-    device_frees: Whole0
-    retries: Whole0
+    requests: NonNegativeInt
+    device_allocations: NonNegativeInt
+    device_frees: NonNegativeInt
+    retries: NonNegativeInt
 
 
 @strict_table

@@ -93,7 +93,7 @@ class Exchange(Protocol):
 class RingExchange(Exchange, Protocol):
     """Ranks that can also pass rows around a ring."""
 
-    def pass_on(self, rows: Tensor, buffer: Tensor, label: str) -> Work:
+    def shift(self, rows: Tensor, buffer: Tensor, label: str) -> Work:
         """Start sending rows to the next rank (the first follows the last), and receiving those of the previous rank in
         the buffer, which is the result."""
         ...

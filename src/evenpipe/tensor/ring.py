@@ -43,7 +43,7 @@ class Ring:
         for step in range(size):
             index, arriving = (rank - step) % size, None
             if step < size - 1:
-                arriving = self._exchange.pass_on(pieces[index], pieces[index - 1], "rows")
+                arriving = self._exchange.shift(pieces[index], pieces[index - 1], "rows")
             for matrix, bias, output in zip(matrices, biases, output_pieces, strict=True):
                 product(pieces[index], matrix, bias, out=output[index])
             if arriving is not None:
@@ -67,7 +67,7 @@ class Ring:
 
         total = partial_sum(rank - 1)
         for step in range(1, size):
-            arriving = self._exchange.pass_on(total, torch.empty_like(total), "sum")
+            arriving = self._exchange.shift(total, torch.empty_like(total), "sum")
             partial = partial_sum((rank - 1 - step) % size)
             total = arriving.wait().add_(partial)
         return total

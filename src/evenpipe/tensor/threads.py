@@ -47,7 +47,7 @@ class ThreadExchange:
     def start_scatter(self, partial: Tensor) -> Done:
         return Done(self.scatter(partial))
 
-    def pass_on(self, rows: Tensor, buffer: Tensor, label: str) -> Done:
+    def shift(self, rows: Tensor, buffer: Tensor, label: str) -> Done:
         return Done(buffer.copy_(self._met(label, rows.clone())[self.rank - 1]))
 
     def table(self, local: Tensor) -> Tensor:

@@ -62,10 +62,10 @@ def _fitting(config: Config, recipe: Recipe, model: str | PreTrainedConfig, torc
         split = split_of_run(config, recipe, model, known, memory)
         if split is not None:
             logger.warning("layers_per_stage = %s: by the estimate, the split by time does not fit", list(split))
-        worker.settle(subject, json.dumps(split))
+        worker.write_once(subject, json.dumps(split))
         worker.mark(f"{subject}: known")
     worker.wait_for_mark(f"{subject}: known", f"the {subject}", "the pipeline")
-    agreed = json.loads(worker.settle(subject, "null"))
+    agreed = json.loads(worker.write_once(subject, "null"))
     return recipe if agreed is None else replace(recipe, layers_per_stage=tuple(agreed))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from evenpipe.communication.nccl import MAX_CHANNELS, NcclOptions
-from evenpipe.declaration import Declared, Names, Number0, Positive, Whole0, Whole1, declare
+from evenpipe.declaration import Declared, Names, NonNegative, NonNegativeInt, Positive, PositiveInt, declare
 from evenpipe.errors import InputError
 from evenpipe.experts.overlap import ExpertOptions
 from evenpipe.recipe.batch_shape import BatchShape, Documents
@@ -39,18 +39,18 @@ class PipelineConfig(Declared):
     documented_by: ClassVar[tuple[type, ...]] = (Parallelism, BatchShape, Recipe)
     """Fields without a docstring are those of the recipe."""
 
-    processes: Whole1 = 1
+    processes: PositiveInt = 1
     """Processes of the run: the devices of a pipeline times `dp`, `cp` and `tp`. Under
     torchrun, the number of processes that it starts."""
-    dp: Whole1 = 1
+    dp: PositiveInt = 1
     """Number of pipelines side by side. Each has the whole model and a part of every batch."""
-    ep: Whole1 = 1
+    ep: PositiveInt = 1
     """Neighbouring replicas that share the experts of every layer, a divisor of `dp`: each has some of them, and
     tokens are sent to the replicas of their experts."""
-    cp: Whole1 = 1
+    cp: PositiveInt = 1
     """Processes that share every sequence, each with the same parameters and its part of the tokens."""
     context_exchange: ContextExchange = "auto"
-    tp: Whole1 = 1
+    tp: PositiveInt = 1
     """Processes of a device, which share every layer by heads and columns, and both vocabulary layers by rows. They
     exchange hidden states in every layer, so they should be GPUs of one machine."""
     tensor_overlap: TensorOverlap = "auto"
@@ -58,13 +58,13 @@ class PipelineConfig(Declared):
     """"replicate": every replica keeps all parameters. "shard": replicas share the rows of parameters, gradients and
     optimizer state, and gather parameters during a step (FSDP2)."""
     reshard: bool = False
-    prefetch: Whole0 | None = None
+    prefetch: NonNegativeInt | None = None
     schedule: str = "1f1b"
     """Order of the passes: a name (`evenpipe simulate --help` lists them), or a CSV file of evenpipe or torch. A file
     with transfers is executed without changes, unless vocabulary passes must be added."""
-    stages_per_device: Whole1 | None = None
+    stages_per_device: PositiveInt | None = None
     """Stages of each device, for schedules that leave a choice: interleaved, looped-bfs, gis, gis-h. Default: 2."""
-    group_size: Whole1 | None = None
+    group_size: PositiveInt | None = None
     """For interleaved and gis: number of microbatches that a device takes before it changes to its next stage. Default:
     the number of devices; interleaved may take more, for groups of nearly equal size."""
     max_in_flight: Positive | tuple[Positive, ...] | None = None
@@ -79,10 +79,10 @@ class PipelineConfig(Declared):
     to 6, and whenever pass times drift, if a step is predicted to become more than 1 % shorter without more activations
     on a device. Orders of models with tied vocabulary matrices do not change, since results depend on them."""
     vocabulary: Annotated[str, Names(("balanced", *MODES))] = "balanced"
-    microbatches: Whole1 | None = None
-    slices: Whole1 | Literal["auto"] = 1
-    microbatch_size: Whole1 = 1
-    layers_per_stage: tuple[Whole0, ...] | None = None
+    microbatches: PositiveInt | None = None
+    slices: PositiveInt | Literal["auto"] = 1
+    microbatch_size: PositiveInt = 1
+    layers_per_stage: tuple[NonNegativeInt, ...] | None = None
     activation_checkpointing: Checkpointing | tuple[Checkpointing, ...] = "none"
     """Tensors that a layer keeps for its backward: "none" keeps all; "full" keeps only the input and repeats the
     forward; "selective" also keeps the results of matrix products and of attention. One choice, or a list with one per
@@ -181,7 +181,7 @@ class PipelineConfig(Declared):
 class ExpertsConfig(ExpertOptions):
     """Mixtures of experts: how rows are exchanged with experts of other replicas, and how experts are balanced."""
 
-    router_bias_rate: Number0 = 0.0
+    router_bias_rate: NonNegative = 0.0
     """Step by which the selection biases of routers move after every update, towards experts with few tokens
     (arXiv 2408.15664), in models that have such biases; DeepSeek-V3 uses 0.001. 0: they do not change."""
 
@@ -192,7 +192,7 @@ class LossConfig:
 
     label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Probability that is spread evenly over all tokens instead of the label (0 to below 1)."""
-    z_loss: Number0 = 0.0
+    z_loss: NonNegative = 0.0
     """Factor of the squared log-sum-exp of the logits, which keeps the logits from drifting."""
     keep: Literal["probabilities", "nothing"] = "probabilities"
     """Tensors that the output layer keeps between its two halves: the probabilities (faster), or nothing (less memory,

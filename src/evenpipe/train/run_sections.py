@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from evenpipe.declaration import Declared, Number0, Positive, Share, Whole0, Whole1, declare
+from evenpipe.declaration import Declared, NonNegative, NonNegativeInt, Positive, PositiveInt, Share, declare
 from evenpipe.train.named import check_name
 from evenpipe.words import show, unknown
 
@@ -40,11 +40,11 @@ class OptimizerConfig(Declared):
     schedule: Literal["cosine", "linear", "constant", "warmup-stable-decay"] = "cosine"
     """Learning rate after the warm-up. "cosine" and "linear": it falls until the last step. "constant": it stays.
     "warmup-stable-decay": it stays, then falls along half a cosine."""
-    warmup_steps: Whole0 = 100
+    warmup_steps: NonNegativeInt = 100
     """Steps over which the rate grows linearly from 0."""
     minimum_learning_rate_ratio: Share = 0.1
     """Learning rate of the last step divided by the highest one; "constant" ignores it."""
-    decay_steps: Whole1 | None = None
+    decay_steps: PositiveInt | None = None
     """Steps at the end over which "warmup-stable-decay" lowers the rate. Default: decay_share of all steps."""
     decay_share: Annotated[float, Gt(0), Le(1)] | None = None
     """decay_steps as a share of all steps, also of those that the time box decides. Default: 0.2."""
@@ -52,7 +52,7 @@ class OptimizerConfig(Declared):
     """Decay of AdamW's two moments per step, also of AdamW with muon. Default: 0.9 and 0.95."""
     epsilon: Positive | None = None
     """Added to the square root of AdamW's second moment. Default: 1e-8."""
-    weight_decay: Number0 | None = None
+    weight_decay: NonNegative | None = None
     """Weight decay of parameters with two or more dimensions; norms and biases do not decay. It is decoupled, except
     with sgd. Default: 0.1 with adamw and muon, else 0."""
     clip_norm: Positive | None = 1.0
@@ -98,7 +98,7 @@ class OptimizerConfig(Declared):
 class TrainingConfig(Declared):
     """Length of the run, seed, evaluation and callbacks."""
 
-    steps: Whole1 | None = None
+    steps: PositiveInt | None = None
     """Optimizer steps. Default: 1000, unless `epochs` are given."""
     epochs: Positive | None = None
     """Number of passes over the training rows, instead of `steps`; each epoch has its own order. The last step
@@ -112,9 +112,9 @@ class TrainingConfig(Declared):
     deterministic: bool = False
     """Only algorithms that give the same bits every time. On a GPU the backward of fused attention is not one of them,
     so that a resumed run equals an uninterrupted one to the last bit only with this, at some cost in speed."""
-    evaluate_every_steps: Whole1 | None = None
+    evaluate_every_steps: PositiveInt | None = None
     """Steps between evaluations. Default: one evaluation at the end."""
-    evaluation_batches: Whole1 | None = 8
+    evaluation_batches: PositiveInt | None = 8
     """Maximum number of validation batches per evaluation, always the same ones; none: all. The last batch may be
     smaller."""
     callbacks: tuple[str, ...] = ()
@@ -131,11 +131,11 @@ class TrainingConfig(Declared):
 class CheckpointConfig(Declared):
     """When to save the state. The same command, repeated, continues from the newest complete checkpoint."""
 
-    every_steps: Whole1 | None = 100
+    every_steps: PositiveInt | None = 100
     """Steps between checkpoints; none: one at the end."""
-    keep: Whole1 = 2
+    keep: PositiveInt = 2
     """Number of newest checkpoints to keep; older ones are deleted, except the newest healthy one."""
-    resume_from: Whole1 | None = None
+    resume_from: PositiveInt | None = None
     """Step of an older checkpoint to go back to, for example after a divergence. Later checkpoints are renamed to
     `step-NNNNNNNN.abandoned`, and each is deleted when training has passed its step. Repeated with the same value, the
     command continues what it has begun. Default: the newest checkpoint."""
@@ -150,7 +150,7 @@ class OutputConfig(Declared):
     folder: str = "runs/default"
     """Folder of this run: metrics.jsonl, TensorBoard files, tokenizer, checkpoints, the trained model, report.json,
     for models with experts expert_load.svg."""
-    log_every_steps: Whole1 = 1
+    log_every_steps: PositiveInt = 1
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = True
     """Write the metrics for TensorBoard too."""
@@ -159,7 +159,7 @@ class OutputConfig(Declared):
     that you name. A run that starts again continues the same run there."""
     project: str = "evenpipe"
     """Project of the trackers. The run's name there is the name of its folder."""
-    trace_steps: tuple[Whole1, ...] = ()
+    trace_steps: tuple[PositiveInt, ...] = ()
     """Steps to write a trace of, counted from 1: the passes and waits of each device, for `evenpipe draw` and
     `evenpipe profile --from`. The first steps are slower than later ones."""
     trace_folder: str | None = None
@@ -186,9 +186,9 @@ class SampleConfig(Declared):
 
     prompts: tuple[str, ...] = ()
     """Beginnings of texts for the model to continue. Default: no texts."""
-    new_tokens: Whole1 = 120
+    new_tokens: PositiveInt = 120
     """Maximum number of new tokens per text."""
-    temperature: Number0 = 0.7
+    temperature: NonNegative = 0.7
     """A temperature below 1 favours likely tokens; 0 always takes the likeliest."""
-    top_k: Whole0 = 40
+    top_k: NonNegativeInt = 40
     """Number of likeliest tokens to draw from; 0: all."""
