@@ -60,11 +60,6 @@ FIGURES = {
         "planned.py --plans experts --vocabulary 8192 --turns 3 --profiled-steps 1 --warm-up 3", 30
     ),
     "published_models_a100": Figures("gpu/published_models.py --kernels megatron --models 4B 10B 21B 7B 30B", 10),
-    "published_models_h100": Figures(
-        "gpu/published_models.py --kernels megatron --hardware H100-80G --models 4B 10B 21B --tokens 2048"
-        " --schedules 1f1b --modes first-last redistribute vocab-1 vocab-2",
-        5,
-    ),
     "published_profile": Figures("published_profile.py", 1),
     "published_rows": Figures("published_rows.py", 3),
     "published_steps": Figures("published_steps.py", 1),
