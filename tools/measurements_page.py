@@ -295,6 +295,27 @@ def _planned(case: dict[str, Any], predicted: float, measured: float) -> list[st
     ]
 
 
+def example_models() -> str:
+    modes = "first-last", "redistribute", "vocab-1", "vocab-2"
+    rows = []
+    plans = json.loads((ROOT / "benchmarks" / "golden" / "plans.json").read_text(encoding="utf-8"))
+    for model, result in plans.items():
+        if not result["plans"]:
+            rows.append([model, result["gpus"], "none fits", *[""] * len(modes)])
+            continue
+        best = result["plans"][0]
+        seconds = {plan["vocabulary"]: plan["seconds"] for plan in result["vocabulary"]}
+        more = (percent(seconds[mode] / best["seconds"] - 1) if mode in seconds else "" for mode in modes)
+        rows.append([model, result["gpus"], f"`{best['name']}`", *more])
+    text = """
+The best plan of each model in `examples/models` on H100 with 80 GiB, sequences of 4,096 tokens and 8 sequences per GPU,
+and how much longer the step of the best pipeline with each vocabulary mode is. These are predictions, from
+`benchmarks/golden/plans.json`; `python benchmarks/golden.py --only plans` compares them with today's.
+"""
+    header = ["model", "GPUs", "best plan", *(f"`{mode}`" for mode in modes)]
+    return section("Plans of example models", text, table(header, rows))
+
+
 def published_steps() -> str:
     rows = []
     for name, group in results("published_steps")["summary"].items():
@@ -466,7 +487,16 @@ replicas, offload, checkpointing and compiled layers.
 
 SECTIONS = (
     *(vocabulary_modes, schedules, against_torch, head, offload, long_sequences, tensor_ranks, experts),
-    *(generation, planning, predicted_steps, planned, published_steps, published_rows, published_models),
+    *(
+        generation,
+        planning,
+        predicted_steps,
+        planned,
+        example_models,
+        published_steps,
+        published_rows,
+        published_models,
+    ),
     *(one_gpu, output_layer, shards, planned_gpu, gpu_memory, gpu_gradients),
 )
 
