@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import datasets
 import pyarrow as pa
@@ -205,9 +206,12 @@ def test_the_standard_library(tmp_path):
     assert "Gur Mra bs Clguba" in part[-1]
 
 
-def test_the_documentation(tmp_path):
+def test_the_documentation(tmp_path, monkeypatch):
     texts = read(tmp_path, corpus="python-documentation")
     assert len(texts) > 70 and sum(map(len, texts)) > 400_000
     assert any(text.startswith('The "for" statement') for text in texts)
     whole = documents(tmp_path, corpus="python-documentation")
     assert whole.fingerprint() == documents(tmp_path, corpus="python-documentation").fingerprint()
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(InputError, match=r"python-documentation.* no module pydoc_data"):
+        whole.fingerprint()

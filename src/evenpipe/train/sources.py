@@ -169,8 +169,12 @@ class PythonDocumentation:
         return _digest([self.description, *self])
 
     def __iter__(self) -> Iterator[str]:
-        from pydoc_data.topics import topics
-
+        try:
+            from pydoc_data.topics import topics
+        except ImportError as error:  # some distributions package it separately
+            raise InputError(
+                f"data.corpus is {show(self.description)}, but this Python has no module pydoc_data"
+            ) from error
         yield from topics.values()
 
 
