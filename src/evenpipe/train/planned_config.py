@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evenpipe.costs.toml import toml_lines
 from evenpipe.errors import InputError
@@ -20,9 +20,6 @@ from evenpipe.train.config import Config
 from evenpipe.train.config_file import config_from_dict
 from evenpipe.train.model_source import is_field, model_config
 from evenpipe.train.run_sections import OutputConfig
-
-if TYPE_CHECKING:
-    pass
 
 CORPUS = "python-standard-library:asyncio,json,logging,unittest"
 """Default training data, which exists on every machine."""
