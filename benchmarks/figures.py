@@ -53,12 +53,8 @@ FIGURES = {
     "offload_memory": Figures("offload_memory.py", 15),
     "plan_times_2_cores": Figures("plan_times.py", 10),
     "planned_2_cores": Figures("planned.py --turns 8", 30),
-    "planned_axes_2_cores": Figures(
-        "planned.py --plans axes --vocabulary 8192 --turns 3 --profiled-steps 1 --warm-up 3", 30
-    ),
-    "planned_experts_2_cores": Figures(
-        "planned.py --plans experts --vocabulary 8192 --turns 3 --profiled-steps 1 --warm-up 3", 30
-    ),
+    "planned_axes_2_cores": Figures("planned.py --plans axes --vocabulary 8192 --turns 3 --profiled-steps 1", 30),
+    "planned_experts_2_cores": Figures("planned.py --plans experts --vocabulary 8192 --turns 3 --profiled-steps 1", 30),
     "published_models_a100": Figures("gpu/published_models.py --kernels megatron --models 4B 10B 21B 7B 30B", 10),
     "published_profile": Figures("published_profile.py", 1),
     "published_rows": Figures("published_rows.py", 3),

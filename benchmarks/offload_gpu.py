@@ -23,7 +23,6 @@ runs, and it is said so; `--device cpu --shapes tiny` runs a small one there, so
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -35,6 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # cases come close to what a GPU holds
 
 import torch
+from provenance import write
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -45,7 +45,6 @@ from evenpipe.memory.device import copied_bytes
 from evenpipe.memory.estimate import Estimate, estimate
 from evenpipe.memory.model_bytes import ModelBytes
 from evenpipe.model import describe
-from evenpipe.runtime.trace import machine
 from evenpipe.schedule import Kind, Order, Pass, Placement, plan_program
 from evenpipe.schedule.trace import Trace
 
@@ -266,7 +265,7 @@ def main() -> None:
     if given.device == "cpu":
         hardware = replace(hardware, torch_device="cpu")
     print("shape  layers  tokens  arm   moved     k  overhead  copies GB/s (plain)  peak above state GiB (predicted)")
-    results: dict[str, Any] = {**machine(torch.device(given.device)), "microbatches": MICROBATCHES, "cases": []}
+    cases_run: list[dict[str, Any]] = []
     for shape in given.shapes:
         for tokens in given.tokens:
             cases = (Case(shape, layers, tokens) for layers in LAYERS)
@@ -285,11 +284,12 @@ def main() -> None:
                 found = [{"reason": reason}]
                 print(f"{shape:5}  {case.layers:6}  {tokens:6}  did not run: {reason}", flush=True)
             for one in found:
-                results["cases"].append({**asdict(case), **one})
+                cases_run.append({**asdict(case), **one})
                 if "reason" not in one:
                     print(f"{shape:5}  {case.layers:6}  {tokens:6}  {line(one)}", flush=True)
             if given.output is not None:
-                given.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                figures = {"microbatches": MICROBATCHES, "cases": cases_run}
+                write(given.output, figures, torch.device(given.device))
 
 
 if __name__ == "__main__":

@@ -19,10 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
+from provenance import write
 
 import evenpipe
-from evenpipe.runtime.trace import machine
 
 MODELS = Path(__file__).resolve().parent.parent / "examples" / "models"
 PLANNED = (
@@ -83,7 +82,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="cases of other commands in it stay")
     given = parser.parse_args()
     compileall.compile_dir(Path(evenpipe.__file__).parent, quiet=1)  # as when a package is installed
-    results: dict[str, Any] = {**machine(torch.device("cpu")), "cores": os.cpu_count()}
     cases = {}
     if given.output is not None and given.output.exists():
         cases = {case["command"]: case for case in json.loads(given.output.read_text(encoding="utf-8"))["cases"]}
@@ -102,8 +100,7 @@ def main() -> None:
             most = best["most_bytes"] / 2**30
             print(f"{'':11}{best['plan']}: {best['step_seconds']:.2f} s, {most:.1f} GiB", flush=True)
         if given.output is not None:
-            results["cases"] = list(cases.values())
-            given.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            write(given.output, {"cases": list(cases.values())})
 
 
 if __name__ == "__main__":
