@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from evenpipe.train import doctor_page
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FILE = ROOT / "docs" / "measurements.md"
@@ -38,8 +40,7 @@ def results(name: str) -> dict[str, Any]:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return "\n".join(doctor_page.table(header, rows))
 
 
 def source(*names: str) -> str:
@@ -145,7 +146,10 @@ def offload() -> str:
                 f"{statistics.median(case['seconds']):.2f} s",
             ]
         )
-    text = "Growth of the resident memory of the fullest process during a step, with activations on it and in a file."
+    text = """
+Growth of the resident memory of the fullest process during a step, with activations on it and in a file. Copies from a
+GPU (`benchmarks/offload_gpu.py`) have not been measured yet.
+"""
     header = ["schedule", "activations", "measured", "predicted", "step"]
     return section("Activations on the host", text, table(header, rows), "offload_memory")
 
@@ -190,6 +194,31 @@ def tensor_ranks() -> str:
     text = "Four processes on two cores; the output layer costs as much as 8 layers."
     header = ["mode", "layout", "step", "parameters and gradients"]
     return section("Tensor ranks", text, table(header, rows), "tensor_ranks_2_cores")
+
+
+def tensor_overlap() -> str:
+    rows = []
+    for case in results("tensor_overlap_2_cores")["cases"]:
+        seconds = case["seconds"]
+        times = f"{seconds['none']:.3f} s", f"{seconds['ring']:.3f} s", f"{case['ratio']:.2f}"
+        rows.append([f"`{case['schedule']}`", *times])
+    text = 'Steps with `tensor_overlap` "none" and "ring". On a CPU, transfers share the cores with products.'
+    header = ["schedule", "none", "ring", "ratio"]
+    return section("", text, table(header, rows), "tensor_overlap_2_cores")
+
+
+def slow_device() -> str:
+    rows = []
+    for case in results("slow_device_2_cores")["cases"]:
+        before, after = case["measured_seconds"]
+        times = f"{before:.3f} s", f"{after:.3f} s", f"{case['bound_seconds']:.3f} s"
+        rows.append([f"`{case['schedule']}`", f"`{case['vocabulary']}`", *times, "yes" if case["taken"] else "no"])
+    text = """
+Steps on two devices of which one takes 1.5 times as long, in the order arranged for equal devices and in the order
+arranged by the measured passes. The bound holds for every order with as many microbatches in flight.
+"""
+    header = ["schedule", "mode", "equal devices", "measured passes", "bound", "taken"]
+    return section("Orders arranged by measured passes", text, table(header, rows), "slow_device_2_cores")
 
 
 def experts() -> str:
@@ -474,6 +503,14 @@ Transfers go through host memory here, which holds tensors longer than a network
     return section("One H100: memory", text, table(header, rows), "gpu_memory_h100")
 
 
+def gpu_passes() -> str:
+    text = """
+Matrix products, attention, and the passes of Llama 3 8B. The constants of `costs/hardware.py` and `costs/work.py` for
+this card come from these files.
+"""
+    return section("One H100: products and passes", text, "", "gpu_products_h100", "gpu_pass_times_h100")
+
+
 def gpu_gradients() -> str:
     data = results("gpu_test")
     cases = data["cases"].values()
@@ -486,7 +523,8 @@ replicas, offload, checkpointing and compiled layers.
 
 
 SECTIONS = (
-    *(vocabulary_modes, schedules, against_torch, head, offload, long_sequences, tensor_ranks, experts),
+    *(vocabulary_modes, schedules, against_torch, head, offload, long_sequences, tensor_ranks),
+    *(tensor_overlap, slow_device, experts),
     *(
         generation,
         planning,
@@ -497,7 +535,7 @@ SECTIONS = (
         published_rows,
         published_models,
     ),
-    *(one_gpu, output_layer, shards, planned_gpu, gpu_memory, gpu_gradients),
+    *(one_gpu, output_layer, shards, planned_gpu, gpu_memory, gpu_passes, gpu_gradients),
 )
 
 

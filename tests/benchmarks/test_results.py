@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+from figures import FIGURES
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -17,3 +19,8 @@ def test_every_result_file_has_its_provenance() -> None:
         assert re.fullmatch(r"[0-9a-f]{8,}(-dirty)?", figures["commit"]), file.name
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", figures["date"]), file.name
         assert figures["machine"], file.name
+
+
+def test_every_result_of_make_figures_is_quoted() -> None:
+    pages = "".join(page.read_text() for page in (RESULTS.parents[1] / "docs").glob("*.md"))
+    assert [name for name in FIGURES if (RESULTS / f"{name}.json").exists() and f"{name}.json" not in pages] == []

@@ -46,7 +46,7 @@ def page_text(outcomes: Sequence[Outcome]) -> str:
 def _machine(outcomes: Sequence[Outcome]) -> Iterable[str]:
     values = {name: value for outcome in outcomes for name, value in outcome.values.items()}
     topology, settings, advice = (values.pop(name, None) for name in ("topology", "environment", "advice"))
-    yield from _table(("", ""), values.items())
+    yield from table(("", ""), values.items())
     if settings:
         yield from ("", "Environment: " + ", ".join(f"`{name}={value}`" for name, value in settings.items()))
     if topology:
@@ -57,7 +57,7 @@ def _machine(outcomes: Sequence[Outcome]) -> Iterable[str]:
 
 def _gradients(outcomes: Sequence[Outcome]) -> Iterable[str]:
     yield from ("Relative to transformers in one process.", "")
-    yield from _table(
+    yield from table(
         ("pipeline", "largest error of a gradient, fp64", "seconds"),
         [(outcome.name, _figure(outcome, "error", "{:.0e}"), f"{outcome.seconds:.0f}") for outcome in outcomes],
     )
@@ -67,7 +67,7 @@ def _transfers(outcomes: Sequence[Outcome]) -> Iterable[str]:
     values = {outcome.name: outcome.values for outcome in outcomes if not outcome.fault}
     if (machine := values.get(PRODUCTS)) is not None:
         wire = machine["inside"]
-        yield from _table(
+        yield from table(
             ("", ""),
             [
                 *(
@@ -85,7 +85,7 @@ def _transfers(outcomes: Sequence[Outcome]) -> Iterable[str]:
         yield ""
     if (collectives := values.get(COLLECTIVES)) is not None:
         sizes = list(next(iter(collectives.values())))
-        yield from _table(
+        yield from table(
             ("collective", *(bytes_text(int(size)) for size in sizes)),
             [(name, *(f"{took[size] * 1e3:.3g} ms" for size in sizes)) for name, took in collectives.items()],
         )
@@ -104,7 +104,7 @@ def _steps(outcomes: Sequence[Outcome], predictions: Mapping[str, float]) -> Ite
                 "-" if predicted is None or outcome.fault else f"{predicted / outcome.values['seconds']:.2f}",
             )
         )
-    yield from _table(("step", "measured", "tokens/s", "predicted", "predicted / measured"), rows)
+    yield from table(("step", "measured", "tokens/s", "predicted", "predicted / measured"), rows)
 
 
 def _figure(outcome: Outcome, name: str, form: str) -> str:
@@ -113,7 +113,8 @@ def _figure(outcome: Outcome, name: str, form: str) -> str:
     return f"**{text}, fault**" if outcome.fault else text
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterable[str]:
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterable[str]:
+    """Yield the lines of a table in Markdown."""
     yield _row(head)
     yield _row(["---"] * len(head))
     yield from map(_row, rows)
